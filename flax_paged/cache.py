@@ -1,0 +1,154 @@
+"""The paged KV cache: its shape and bytes (`CacheSpec`) and the Variable that holds it (`KVCache`)."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx import reprlib
+
+# Half of a TPU core's 1 MiB of SMEM may hold a step's block tables (the rule of the vLLM Pallas backend).
+_BLOCK_TABLE_BYTES = 1024 * 1024 // 2
+_PAGE_ID_BYTES = 4
+_MAX_INT32 = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheSpec:
+    """Shape, dtype and bytes of one layer's paged KV cache.
+
+    The cache is one array `[num_pages, page_size, 2 * num_kv_heads, padded_head_dim]`. Combined head `2h` holds the
+    keys of KV head `h` and `2h + 1` its values.
+
+    Args:
+        num_kv_heads: KV heads of the layer.
+        head_dim: Logical size of a head, before padding.
+        num_pages: Pages in the pool.
+        page_size: Tokens in a page.
+        dtype: Element type; float32, bfloat16 or float16.
+        head_dim_alignment: `head_dim` is padded up to a multiple of this. None means 128 on TPU, where the Pallas
+            kernels need full lanes, and 1 elsewhere.
+
+    Raises:
+        ValueError: A count is below 1, the dtype is not a supported cache dtype, or the pool has more token slots than
+            an int32 can number.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    num_pages: int
+    page_size: int
+    dtype: Any = jnp.bfloat16
+    head_dim_alignment: int | None = None
+
+    def __post_init__(self):
+        if self.head_dim_alignment is None:
+            object.__setattr__(self, "head_dim_alignment", 128 if jax.default_backend() == "tpu" else 1)
+        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+        for name in ("num_kv_heads", "head_dim", "page_size", "head_dim_alignment"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"CacheSpec({name}={getattr(self, name)}): expected at least 1.")
+        if self.num_pages < 0:
+            raise ValueError(f"CacheSpec(num_pages={self.num_pages}): expected 0 (no cache) or more.")
+        if self.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+            raise ValueError(f"CacheSpec(dtype={self.dtype}): expected float32, bfloat16 or float16.")
+        num_slots = self.num_pages * self.page_size
+        if num_slots > _MAX_INT32:
+            raise ValueError(
+                f"CacheSpec(num_pages={self.num_pages}, page_size={self.page_size}) has {num_slots} token slots, more"
+                f" than the {_MAX_INT32} that an int32 slot number can address; use fewer pages."
+            )
+
+    @property
+    def padded_head_dim(self) -> int:
+        """`head_dim` rounded up to a multiple of `head_dim_alignment`."""
+        return -(-self.head_dim // self.head_dim_alignment) * self.head_dim_alignment
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Shape of the cache array: `(num_pages, page_size, 2 * num_kv_heads, padded_head_dim)`."""
+        return (self.num_pages, self.page_size, 2 * self.num_kv_heads, self.padded_head_dim)
+
+    @property
+    def page_nbytes(self) -> int:
+        """Bytes of one page of one layer, padding included."""
+        return self.page_size * 2 * self.num_kv_heads * self.padded_head_dim * self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one layer's cache, padding included."""
+        return self.num_pages * self.page_nbytes
+
+    def pages_that_fit(self, num_bytes: int, num_layers: int = 1) -> int:
+        """Number of pages that `num_bytes` of memory hold for `num_layers` layers of this shape."""
+        return num_bytes // (self.page_nbytes * num_layers)
+
+    @staticmethod
+    def choose_page_size(max_model_len: int) -> int:
+        """Page size for a context length: a sixteenth of it, rounded to a power of two, within [16, 256].
+
+        Sequences longer than 8192 tokens get 16. Reference: `PallasAttentionBackend.get_page_size` of vLLM.
+        """
+        if max_model_len > 8192:
+            return 16
+        return min(max(_next_power_of_two(max_model_len) // 16, 16), 256)
+
+    @staticmethod
+    def min_page_size(max_model_len: int, max_num_seqs: int) -> int:
+        """Smallest power-of-two page size whose block tables fit half of a 1 MiB SMEM.
+
+        Raises:
+            ValueError: So many sequences that not even one page id a sequence fits.
+        """
+        max_pages_per_seq = _BLOCK_TABLE_BYTES // _PAGE_ID_BYTES // max_num_seqs
+        if max_pages_per_seq < 1:
+            raise ValueError(
+                f"max_num_seqs={max_num_seqs}: expected at most {_BLOCK_TABLE_BYTES // _PAGE_ID_BYTES}, so that the"
+                " block tables fit in SMEM."
+            )
+        return _next_power_of_two(-(-max_model_len // max_pages_per_seq))
+
+    @staticmethod
+    def max_num_seqs(model_len: int, page_size: int) -> int:
+        """Most sequences of `model_len` tokens whose block tables fit half of a 1 MiB SMEM."""
+        return _BLOCK_TABLE_BYTES // -(-model_len // page_size) // _PAGE_ID_BYTES
+
+
+class KVCache(nnx.Cache):
+    """The Variable that holds a layer's paged KV cache; `nnx.split(model, nnx.Param, KVCache, ...)` separates it.
+
+    A compiled step donates its array, so the handle in the module that the step was made from goes stale; reading it
+    then raises a `RuntimeError` that says so.
+    """
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the array was donated, so that this handle no longer holds the cache."""
+        value = self.get_raw_value()
+        return isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) and value.is_deleted()
+
+    def get_value(self, *args, **kwargs):
+        """Return the array, or explain why there is none any more."""
+        if self.is_stale:
+            raise RuntimeError(
+                "This KVCache is stale: its array was donated to a compiled step, which holds the current one. Call the"
+                " step, take `step.module()` to look at the current cache, or `init_cache` to start an empty one."
+            )
+        return super().get_value(*args, **kwargs)
+
+    def __nnx_repr__(self):
+        if not self.is_stale:
+            yield from super().__nnx_repr__()
+            return
+        yield reprlib.Object(type=type(self))
+        yield reprlib.Attr("value", "<donated to a compiled step>")
+
+
+def create_kv_cache(spec: CacheSpec) -> KVCache:
+    """Return an empty (zeroed) cache of the spec's shape and dtype."""
+    return KVCache(jnp.zeros(spec.shape, spec.dtype))
+
+
+def _next_power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
