@@ -1,1 +1,1 @@
-"""Paged attention for Flax NNX."""
+"""Paged attention for Flax NNX: train a decoder, then serve the same module."""
