@@ -1,0 +1,157 @@
+"""Ragged paged attention on TPU: checks, padding, block sizes and the Pallas call."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from flax_paged.ops.ragged_paged_attention import tpu_kernel
+from flax_paged.ops.ragged_paged_attention.block_sizes import choose_block_sizes, padded_rows
+from flax_paged.ops.tpu_interpret import interpret_params
+
+
+def ragged_paged_attention_tpu(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    seq_lens: jax.Array,
+    block_tables: jax.Array,
+    query_start_loc: jax.Array,
+    num_seqs: jax.Array,
+    *,
+    sm_scale: float = 1.0,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    causal: bool = True,
+    out_dtype: Any = None,
+    num_kv_pages_per_block: int | None = None,
+    num_queries_per_block: int | None = None,
+    vmem_limit_bytes: int | None = None,
+    max_query_len: int | None = None,
+    interpret: Any = False,
+) -> jax.Array:
+    """Attend over a ragged batch with the Pallas TPU kernel; see `ragged_paged_attention` for the meaning.
+
+    Args:
+        q: f32 or bf16[num_tokens, num_q_heads, head_dim].
+        kv_pages: f32 or bf16[num_pages, page_size, 2 * num_kv_heads, padded_head_dim].
+        seq_lens: i32[max_num_seqs].
+        block_tables: i32[max_num_seqs, pages_per_seq]; stays in HBM, rows are streamed into SMEM.
+        query_start_loc: i32[max_num_seqs + 1].
+        num_seqs: i32[1].
+        sm_scale: Factor on the scores.
+        sliding_window: Keys that a query sees, its own included.
+        soft_cap: Cap on the scaled scores.
+        causal: Whether a query sees later keys.
+        out_dtype: Result dtype; None means q's.
+        num_kv_pages_per_block: Pages fetched at a time; None lets `block_sizes` choose.
+        num_queries_per_block: Queries of a sequence that share a fetch; None lets `block_sizes` choose.
+        vmem_limit_bytes: VMEM that the kernel may use; None means the generation's budget.
+        max_query_len: 1 compiles only the decode path; otherwise an upper bound or None.
+        interpret: False, True, or a `pltpu.InterpretParams`.
+
+    Returns:
+        [num_tokens, num_q_heads, head_dim]; rows past the last query are zeros.
+
+    Raises:
+        ValueError: Shapes, dtypes or block sizes that the kernel cannot take.
+    """
+    num_tokens, num_q_heads, head_dim = q.shape
+    _, page_size, num_rows, padded_head_dim = kv_pages.shape
+    out_dtype = jnp.dtype(out_dtype or q.dtype)
+    _check(q, kv_pages, out_dtype)
+    blocks = choose_block_sizes(
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_rows // 2,
+        head_dim=padded_head_dim,
+        page_size=page_size,
+        pages_per_seq=block_tables.shape[1],
+        num_tokens=num_tokens,
+        q_dtype=q.dtype,
+        kv_dtype=kv_pages.dtype,
+        max_query_len=max_query_len,
+        num_kv_pages_per_block=num_kv_pages_per_block,
+        num_queries_per_block=num_queries_per_block,
+        vmem_limit_bytes=vmem_limit_bytes,
+    )
+    config = tpu_kernel.KernelConfig(
+        num_kv_heads=num_rows // 2,
+        num_queries_per_kv=num_q_heads // (num_rows // 2),
+        page_size=page_size,
+        pages_per_block=blocks.pages_per_block,
+        queries_per_block=blocks.queries_per_block,
+        heads_per_chunk=blocks.heads_per_chunk,
+        sm_scale=sm_scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        causal=causal,
+        decode_only=max_query_len == 1,
+        compute_dtype=jnp.promote_types(q.dtype, kv_pages.dtype),
+        interpret=interpret is not False,
+    )
+    padding = ((0, 0), (0, padded_rows(num_q_heads) - num_q_heads), (0, padded_head_dim - head_dim))
+    out = _call(
+        config,
+        jnp.pad(q, padding),
+        kv_pages,
+        block_tables,
+        seq_lens,
+        query_start_loc,
+        num_seqs,
+        out_dtype=out_dtype,
+        vmem_limit_bytes=blocks.vmem_limit_bytes,
+        interpret=interpret,
+    )
+    return out[:, :num_q_heads, :head_dim]
+
+
+def _check(q, kv_pages, out_dtype):
+    for name, dtype in (("q", q.dtype), ("kv_pages", kv_pages.dtype), ("out_dtype", out_dtype)):
+        if dtype not in (jnp.float32, jnp.bfloat16):
+            raise ValueError(f"{name} has dtype {dtype}; the TPU kernel takes float32 or bfloat16.")
+    if kv_pages.shape[3] % tpu_kernel.NUM_LANES:
+        raise ValueError(
+            f"kv_pages has head_dim {kv_pages.shape[3]}; the TPU kernel needs a multiple of {tpu_kernel.NUM_LANES}:"
+            " make the cache with head_dim_alignment=128."
+        )
+
+
+def _call(
+    config, q, kv_pages, block_tables, seq_lens, query_start_loc, num_seqs, *, out_dtype, vmem_limit_bytes, interpret
+):
+    _, num_q_rows, head_dim = q.shape
+    smem, vmem, dma = pltpu.SMEM, pltpu.VMEM, pltpu.SemaphoreType.DMA
+    kv_rows = padded_rows(kv_pages.shape[2])
+    q_buffer = (2, config.queries_per_block, num_q_rows, head_dim)
+    scratch = [
+        smem((2, block_tables.shape[1]), jnp.int32),
+        smem((2,), jnp.int32),
+        vmem((2, config.tokens_per_block, kv_rows, head_dim), kv_pages.dtype),
+        vmem(q_buffer, q.dtype),
+        vmem(q_buffer, out_dtype),
+        *[dma((2,))] * 4,
+    ]
+    if not config.decode_only:
+        rows = (config.num_kv_heads, config.num_queries_per_kv * config.queries_per_block)
+        keys = (config.num_kv_heads, config.tokens_per_block, head_dim)
+        scratch += [
+            vmem((*rows, head_dim), config.compute_dtype),
+            vmem(keys, config.compute_dtype),
+            vmem(keys, config.compute_dtype),
+            vmem((*rows, tpu_kernel.NUM_LANES), jnp.float32),
+            vmem((*rows, tpu_kernel.NUM_LANES), jnp.float32),
+            vmem((*rows, head_dim), jnp.float32),
+        ]
+    hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    return pl.pallas_call(
+        functools.partial(tpu_kernel.ragged_paged_attention_kernel, config=config),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3, grid=(1,), in_specs=[hbm] * 3, out_specs=hbm, scratch_shapes=scratch
+        ),
+        out_shape=jax.ShapeDtypeStruct(q.shape, out_dtype),
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=vmem_limit_bytes, disable_bounds_checks=True),
+        interpret=interpret_params(interpret),
+        name="ragged_paged_attention",
+    )(seq_lens, query_start_loc, num_seqs, q, kv_pages, block_tables)
