@@ -1,0 +1,382 @@
+"""`Engine`: continuous batching of many requests over one module."""
+
+import itertools
+import numbers
+import random
+import time
+from collections.abc import Collection, Iterator
+from collections.abc import Sequence as Sequences
+from typing import Any
+
+import numpy as np
+from flax import nnx
+from tqdm import tqdm
+
+from flax_paged.generation.outputs import RequestOutput
+from flax_paged.generation.pages import PagePool
+from flax_paged.generation.request import Request
+from flax_paged.generation.runner import LaunchedStep, ModelRunner
+from flax_paged.generation.sampling_params import SamplingParams
+from flax_paged.generation.scheduler import Schedule, Scheduler
+from flax_paged.generation.sequence import Sequence
+from flax_paged.generation.text import Tokenizer
+
+Prompt = str | Sequences[int]
+
+
+class Engine:
+    """Generates text with any module that can be called as `model(tokens, metadata) -> logits`.
+
+        engine = Engine(model, tokenizer, num_pages=1024)
+        for output in engine.generate(["The capital of France is"], SamplingParams(temperature=0)):
+            print(output.outputs[0].text)
+
+    Requests are batched continuously: each step decodes the running ones and fills the rest of its token budget with
+    pieces of waiting prompts. The host prepares a step while the one before runs on the device.
+
+    The module is not changed. The engine has its own module over the same weight arrays, with its own cache, so several
+    engines can share one model; after training steps, `update_weights` brings the new weights in.
+
+    Args:
+        model: An `nnx.Module` with `PagedAttention` layers, called as `model(tokens, metadata) -> logits`: i32[T] to
+            [N, V].
+        tokenizer: For prompts and answers as text; None for token ids only.
+        num_pages: Pages in the pool; None for as many as every sequence needs at full length, within 1 GiB.
+        page_size: Tokens in a page.
+        max_num_seqs: Most sequences in a step.
+        max_num_batched_tokens: Most tokens in a step.
+        max_model_len: Most tokens of a sequence, prompt and answer.
+        max_prefill_chunk: Most tokens of one prompt in a step; None for the whole budget.
+        enable_prefix_caching: Reuse pages of earlier prompts that begin with the same tokens.
+        eos_token_ids: Ids that end an answer; None for the tokenizer's.
+        kv_cache_dtype: Dtype of the cache; None for that of the model.
+        seed: Makes the seeds of unseeded requests, drawn in order of arrival, reproducible.
+
+    Raises:
+        ValueError: Sizes that cannot work together, or a model that does not return logits `[N, V]`.
+    """
+
+    def __init__(
+        self,
+        model: nnx.Module,
+        tokenizer: Tokenizer | None = None,
+        *,
+        num_pages: int | None = None,
+        page_size: int = 16,
+        max_num_seqs: int = 32,
+        max_num_batched_tokens: int = 512,
+        max_model_len: int = 2048,
+        max_prefill_chunk: int | None = None,
+        enable_prefix_caching: bool = True,
+        eos_token_ids: Collection[int] | None = None,
+        kv_cache_dtype: Any = None,
+        seed: int | None = None,
+    ):
+        if max_model_len < 2:
+            raise ValueError(f"Engine({max_model_len=}): expected at least 2, a prompt token and a new one.")
+        if page_size < 1:
+            raise ValueError(f"Engine({page_size=}): expected at least 1.")
+        self.tokenizer = tokenizer
+        self.max_model_len = max_model_len
+        self.eos_token_ids = frozenset(_eos_token_ids(tokenizer, eos_token_ids))
+        self._runner = ModelRunner(
+            model,
+            num_pages=num_pages,
+            page_size=page_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_pages_per_seq=-(-max_model_len // page_size),
+            kv_cache_dtype=kv_cache_dtype,
+        )
+        self.scheduler = Scheduler(
+            PagePool(self._runner.num_pages, page_size, prefix_caching=enable_prefix_caching),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_prefill_chunk=max_prefill_chunk,
+        )
+        self._requests: dict[str, Request] = {}
+        self._in_flight: LaunchedStep | None = None
+        self._seeds = random.Random(seed)
+        self._arrivals = itertools.count()
+
+    # Requests
+
+    def generate(
+        self,
+        prompts: Prompt | Sequences[Prompt],
+        sampling_params: SamplingParams | Sequences[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer prompts and return when all are done.
+
+        Args:
+            prompts: A text, a list of token ids, or a list of such prompts.
+            sampling_params: For all prompts, or a list with one for each; None for the defaults.
+            progress: Show a progress bar on stderr.
+
+        Returns:
+            One RequestOutput a prompt, in the order of the prompts.
+
+        Raises:
+            ValueError: A prompt cannot be run; then none has been.
+        """
+        requests = self._submit(prompts, sampling_params)
+        with tqdm(total=len(requests), desc="Generating", unit="prompt", disable=not progress) as bar:
+            for _ in self._run(requests):
+                bar.update(sum(request.is_finished for request in requests) - bar.n)
+        return [request.output() for request in requests]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequences[Prompt],
+        sampling_params: SamplingParams | Sequences[SamplingParams] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Answer prompts piece by piece.
+
+        Each RequestOutput holds what is new since the last one of the same request: `outputs[i].text` and
+        `outputs[i].token_ids` are increments, to be joined. The last one of a request has `finished` set. Closing the
+        iterator aborts what is not finished.
+
+        Args:
+            prompts: As in `generate`.
+            sampling_params: As in `generate`.
+
+        Returns:
+            An iterator. Its requests are numbered: a later prompt has a larger `int(request_id)`.
+
+        Raises:
+            ValueError: A prompt cannot be run; then none has been.
+        """
+        requests = self._submit(prompts, sampling_params)
+        return self._stream(requests)
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> str:
+        """Queue one request, for a loop of your own over `step`.
+
+        Args:
+            prompt: A text or a list of token ids.
+            sampling_params: None for the defaults.
+            request_id: Its name; None for a number.
+            priority: Requests of a lower value go first.
+
+        Returns:
+            The request's name.
+
+        Raises:
+            ValueError: The request cannot be run; the others go on.
+        """
+        request = self._make_request(prompt, sampling_params or SamplingParams(), request_id, priority)
+        self._enqueue(request)
+        return request.request_id
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; its pages are free at once. Names of finished or unknown requests are ignored."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            for answer in request.answers:
+                if not answer.sequence.is_finished:
+                    self.scheduler.finish(answer.sequence, "abort")
+            request.metrics.finished_time = time.monotonic()
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Whether any request is not finished."""
+        return bool(self._requests)
+
+    # Steps
+
+    def step(self) -> list[RequestOutput]:
+        """Launch the next step, and return what the step before it brought: each request's new text and tokens.
+
+        Raises:
+            RuntimeError: The step failed. The engine is usable: its requests are waiting, to be computed again.
+        """
+        return [request.increment() for request in self._advance() if request.has_news]
+
+    def warmup(self, *, progress: bool = True) -> None:
+        """Compile every bucket, so that no later step has to wait for the compiler.
+
+        Args:
+            progress: Show a progress bar on stderr.
+        """
+        self._runner.warmup(progress=progress)
+
+    @property
+    def num_traces(self) -> int:
+        """How many step shapes have been compiled."""
+        return self._runner.num_traces
+
+    def update_weights(self, weights: nnx.Module | nnx.State) -> None:
+        """Take new weights without compiling again. Cached prefixes are forgotten and running requests recomputed.
+
+        Args:
+            weights: A module of the model's structure, or the `nnx.State` of its weights.
+
+        Raises:
+            ValueError: The weights do not fit the model; nothing is changed then.
+        """
+        self._runner.update_weights(weights)
+        self._settle()
+        self.scheduler.preempt_all()
+
+    def _advance(self) -> list[Request]:
+        """Schedule, launch, and read the step before. Returns the requests that got tokens."""
+        try:
+            schedule = self.scheduler.schedule()
+            launched = self._launch(schedule) if schedule.items else None
+            finished, self._in_flight = self._in_flight, launched
+            return self._postprocess(finished) if finished else []
+        except Exception:
+            self._recover()
+            raise
+
+    def _launch(self, schedule: Schedule) -> LaunchedStep:
+        now = time.monotonic()
+        for item in schedule.items:
+            metrics = self._requests[item.sequence.request_id].metrics
+            metrics.first_scheduled_time = metrics.first_scheduled_time or now
+        return self._runner.launch(schedule)
+
+    def _postprocess(self, launched: LaunchedStep) -> list[Request]:
+        token_ids = np.asarray(launched.token_ids).tolist()
+        changed: dict[str, Request] = {}
+        for row, item in enumerate(launched.items):
+            sequence = item.sequence
+            if not item.samples or sequence.is_finished:
+                continue
+            request = self._requests[sequence.request_id]
+            request.append(sequence, token_ids[row])
+            if sequence.finish_reason:
+                self.scheduler.finish(sequence, sequence.finish_reason)
+            changed[request.request_id] = request
+        for request in changed.values():
+            if request.is_finished:
+                del self._requests[request.request_id]
+        return list(changed.values())
+
+    def _settle(self) -> None:
+        """Read the step in flight, so that the host knows every token."""
+        launched, self._in_flight = self._in_flight, None
+        if launched:
+            self._postprocess(launched)
+
+    def _recover(self) -> None:
+        """After a failed step: an empty cache, and every unfinished request to be computed again."""
+        self._in_flight = None
+        self._runner.reset()
+        self.scheduler.preempt_all()
+        for request in self._requests.values():
+            for answer in request.answers:
+                answer.sequence.num_pending_tokens = 0
+
+    # Requests, inside
+
+    def _run(self, requests: list[Request]) -> Iterator[None]:
+        """Step until the requests are finished; abort them if the caller stops or a step fails."""
+        try:
+            while not all(request.is_finished for request in requests):
+                self._advance()
+                yield
+        finally:
+            for request in requests:
+                self.abort(request.request_id)
+
+    def _stream(self, requests: list[Request]) -> Iterator[RequestOutput]:
+        for _ in self._run(requests):
+            for request in requests:
+                if request.has_news:
+                    yield request.increment()
+
+    def _submit(
+        self, prompts: Prompt | Sequences[Prompt], sampling_params: SamplingParams | Sequences[SamplingParams] | None
+    ) -> list[Request]:
+        prompts = _as_list_of_prompts(prompts)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            raise ValueError(
+                f"{len(prompts)} prompts but {len(sampling_params)} sampling_params; expected one for each."
+            )
+        requests = []
+        for i, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
+            try:
+                requests.append(self._make_request(prompt, params, None, 0))
+            except ValueError as error:
+                raise ValueError(f"prompts[{i}]: {error}") from error
+        for request in requests:
+            self._enqueue(request)
+        return requests
+
+    def _enqueue(self, request: Request) -> None:
+        self._requests[request.request_id] = request
+        for answer in request.answers:
+            self.scheduler.add(answer.sequence)
+
+    def _make_request(self, prompt: Prompt, params: SamplingParams, request_id: str | None, priority: int) -> Request:
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params={params!r}: expected SamplingParams.")
+        text, token_ids = self._tokenize(prompt)
+        arrival = next(self._arrivals)
+        request_id = str(arrival) if request_id is None else request_id
+        if request_id in self._requests:
+            raise ValueError(f"request_id={request_id!r} is in use by a request that is not finished.")
+        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed % 2**64
+        max_num_tokens = self.max_model_len
+        if params.max_tokens is not None:
+            max_num_tokens = min(len(token_ids) + params.max_tokens, max_num_tokens)
+        sequence = Sequence(
+            request_id,
+            token_ids,
+            params,
+            seed=seed,
+            max_num_tokens=max_num_tokens,
+            eos_token_ids=() if params.ignore_eos else self.eos_token_ids,
+            priority=priority,
+            arrival=arrival,
+        )
+        self.scheduler.check_fits(sequence)
+        return Request(request_id, text, params, [sequence], self.tokenizer)
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """Return the prompt's text, if it is one, and its token ids, checked."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("The prompt is text, but the engine has no tokenizer; give token ids or a tokenizer.")
+            text, token_ids = prompt, list(self.tokenizer.encode(prompt))
+        else:
+            text, token_ids = None, list(prompt)
+        if not token_ids:
+            raise ValueError("The prompt has no tokens; expected at least one.")
+        for token_id in token_ids:
+            if not isinstance(token_id, numbers.Integral):
+                raise ValueError(f"The prompt holds {token_id!r}; expected text or a list of integer token ids.")
+            if not 0 <= token_id < self.vocab_size:
+                raise ValueError(f"The prompt holds token id {token_id}; expected 0 <= id < {self.vocab_size}.")
+        if len(token_ids) >= self.max_model_len:
+            raise ValueError(
+                f"The prompt has {len(token_ids)} tokens and max_model_len={self.max_model_len} must hold at least one"
+                " more; shorten the prompt or raise max_model_len."
+            )
+        return text, [int(token_id) for token_id in token_ids]
+
+
+def _eos_token_ids(tokenizer: Tokenizer | None, eos_token_ids: Collection[int] | None) -> Collection[int]:
+    if eos_token_ids is not None:
+        return eos_token_ids
+    return tokenizer.eos_token_ids if tokenizer is not None else ()
+
+
+def _as_list_of_prompts(prompts: Prompt | Sequences[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    prompts = list(prompts)
+    is_one_prompt = bool(prompts) and all(isinstance(token, numbers.Integral) for token in prompts)
+    return [prompts] if is_one_prompt else prompts

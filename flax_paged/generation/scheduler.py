@@ -1,0 +1,248 @@
+"""`Scheduler`: which sequences compute how many tokens in the next step, and who gets pages. Pure Python."""
+
+import dataclasses
+import heapq
+
+from flax_paged.generation.pages import PagePool
+from flax_paged.generation.sequence import Sequence, Status
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduledSequence:
+    """One sequence's share of a step.
+
+    Fields:
+        sequence: The sequence.
+        context_len: Tokens in its cache before the step.
+        num_new_tokens: Tokens that the step computes.
+        samples: Whether the step computes its last token, so that a new one is sampled.
+        previous_row: Row of the previous step that sampled its last token, if the host does not know it yet.
+        page_copies: (source, destination) pages to copy before the step.
+    """
+
+    sequence: Sequence
+    context_len: int
+    num_new_tokens: int
+    samples: bool
+    previous_row: int = 0
+    page_copies: tuple[tuple[int, int], ...] = ()
+
+
+@dataclasses.dataclass
+class Schedule:
+    """What a step does: `items` in row order, `num_tokens` in all; `preempted` lost their pages and wait again."""
+
+    items: list[ScheduledSequence] = dataclasses.field(default_factory=list)
+    preempted: list[Sequence] = dataclasses.field(default_factory=list)
+    num_tokens: int = 0
+
+    def append(self, item: ScheduledSequence) -> None:
+        """Add an item."""
+        self.items.append(item)
+        self.num_tokens += item.num_new_tokens
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence's item out, if it has one."""
+        self.items = [item for item in self.items if item.sequence is not sequence]
+        self.num_tokens = sum(item.num_new_tokens for item in self.items)
+
+
+class Scheduler:
+    """Continuous batching under a token budget, with chunked prefill and preemption.
+
+    Each step first serves the running sequences, those that decode before those still in their prompt, and then admits
+    waiting ones in order of rank (priority, then arrival) while budget, rows and pages last. The head of the queue is
+    never overtaken. When pages run out, the running sequence of the worst rank gives up its pages and waits to be
+    computed again, generated tokens included; so the sequence of the best rank always advances, and none starves.
+
+    Args:
+        pool: The pages.
+        max_num_seqs: Most sequences in a step.
+        max_num_batched_tokens: Most tokens in a step.
+        max_prefill_chunk: Most tokens of one prompt in a step; None for the whole budget.
+
+    Raises:
+        ValueError: A count is below 1, or the budget cannot decode every sequence at once.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_prefill_chunk: int | None = None,
+    ):
+        if max_num_seqs < 1:
+            raise ValueError(f"{max_num_seqs=}: expected at least 1.")
+        if max_num_batched_tokens < max_num_seqs:
+            raise ValueError(
+                f"{max_num_batched_tokens=} is less than {max_num_seqs=}; a decode step takes one token of every"
+                " sequence. Raise the first or lower the second."
+            )
+        if max_prefill_chunk is not None and max_prefill_chunk < 1:
+            raise ValueError(f"{max_prefill_chunk=}: expected at least 1, or None.")
+        self.pool = pool
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_chunk = max_prefill_chunk or max_num_batched_tokens
+        self.running: list[Sequence] = []
+        self._waiting: list[tuple[tuple, Sequence]] = []  # heap by rank
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that hold no pages and wait for a place."""
+        return len(self._waiting)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any sequence is not finished."""
+        return bool(self.running or self._waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence.
+
+        Raises:
+            ValueError: The whole pool could not hold it.
+        """
+        self.check_fits(sequence)
+        heapq.heappush(self._waiting, (sequence.rank, sequence))
+
+    def check_fits(self, sequence: Sequence) -> None:
+        """Refuse a sequence that could never run.
+
+        Raises:
+            ValueError: The whole pool could not hold it.
+        """
+        # The last token is sampled but never written to the cache.
+        num_cached = sequence.max_num_tokens - 1
+        num_needed = self.pool.pages_for(num_cached)
+        if num_needed > self.pool.num_pages:
+            raise ValueError(
+                f"The request can never run: {sequence.prompt_len} prompt tokens and up to"
+                f" {sequence.max_num_tokens - sequence.prompt_len} new ones keep {num_cached} tokens in the cache,"
+                f" which takes {num_needed} pages of {self.pool.page_size}, but num_pages={self.pool.num_pages}."
+                " Lower max_tokens or give the engine more pages."
+            )
+
+    def schedule(self) -> Schedule:
+        """Choose the next step's sequences, give them pages, and count their tokens as computed."""
+        schedule = Schedule()
+        for sequence in sorted(self.running, key=lambda s: (s.num_uncomputed_tokens != 1, s.rank)):
+            if sequence.status is Status.RUNNING:  # not preempted for one before it
+                self._schedule_running(sequence, schedule)
+        for item in schedule.items:
+            self._commit(item)
+        if not schedule.preempted:
+            self._admit(schedule)
+        for row, item in enumerate(schedule.items):
+            if item.samples:
+                item.sequence.num_pending_tokens += 1
+                item.sequence.previous_row = row
+        return schedule
+
+    def finish(self, sequence: Sequence, reason: str) -> None:
+        """End a sequence in whatever state it is, and give its pages back."""
+        sequence.finish_reason = sequence.finish_reason or reason
+        if sequence.status is Status.RUNNING:
+            self.running.remove(sequence)
+            self._release(sequence)
+        elif sequence.status is Status.WAITING:
+            self._waiting.remove((sequence.rank, sequence))
+            heapq.heapify(self._waiting)
+        sequence.status = Status.FINISHED
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a running sequence's pages; it waits to be computed again from its first token."""
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.num_computed_tokens = 0
+        sequence.num_preemptions += 1
+        sequence.status = Status.WAITING
+        heapq.heappush(self._waiting, (sequence.rank, sequence))
+
+    def preempt_all(self) -> None:
+        """Preempt every running sequence and forget every cached prefix, because the cache is no longer valid."""
+        for sequence in list(self.running):
+            self.preempt(sequence)
+        self.pool.forget_all()
+
+    def _schedule_running(self, sequence: Sequence, schedule: Schedule) -> None:
+        budget = self.max_num_batched_tokens - schedule.num_tokens
+        num_new = min(sequence.num_uncomputed_tokens, budget, self.max_chunk)
+        if num_new < 1:
+            return
+        while self._num_pages_missing(sequence, num_new) > self.pool.num_available:
+            victim = max(self.running, key=lambda s: s.rank)
+            self.preempt(victim)
+            schedule.preempted.append(victim)
+            schedule.remove(victim)
+            if victim is sequence:
+                return
+        self._place(sequence, num_new, schedule)
+
+    def _admit(self, schedule: Schedule) -> None:
+        while self._waiting and len(self.running) < self.max_num_seqs:
+            sequence = self._waiting[0][1]
+            budget = self.max_num_batched_tokens - schedule.num_tokens
+            if budget < 1 or not self._start(sequence):
+                return
+            heapq.heappop(self._waiting)
+            self.running.append(sequence)
+            sequence.status = Status.RUNNING
+            self._place(sequence, min(sequence.num_uncomputed_tokens, budget, self.max_chunk), schedule)
+            # At once, so that the next one admitted can share its pages: within a step every layer writes all keys and
+            # values before it reads any.
+            self._commit(schedule.items[-1])
+
+    def _start(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence its cached prefix, if the rest of its tokens has pages too."""
+        # At least one token is computed, for its logits.
+        nodes = self.pool.match(sequence.token_ids[: sequence.num_tokens - 1], sequence.salt)
+        num_revived = sum(self.pool.num_users(node.page) == 0 for node in nodes)
+        num_missing = self.pool.pages_for(sequence.num_tokens) - len(nodes)
+        if num_missing > self.pool.num_available - num_revived:
+            return False
+        for node in nodes:
+            self.pool.share(node.page)
+        sequence.pages = [node.page for node in nodes]
+        sequence.prefix_node = nodes[-1] if nodes else self.pool.root
+        sequence.num_remembered_pages = len(nodes)
+        sequence.num_computed_tokens = len(nodes) * self.pool.page_size
+        if sequence.num_preemptions == 0:
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+        return True
+
+    def _num_pages_missing(self, sequence: Sequence, num_new: int) -> int:
+        """Pages to allocate before the sequence can compute its next tokens, copies of shared ones included."""
+        num_missing = self.pool.pages_for(sequence.num_computed_tokens + num_new) - len(sequence.pages)
+        first = sequence.num_computed_tokens // self.pool.page_size
+        if first < len(sequence.pages) and not self.pool.is_writable(sequence.pages[first]):
+            num_missing += 1
+        return num_missing
+
+    def _place(self, sequence: Sequence, num_new: int, schedule: Schedule) -> None:
+        context_len = sequence.num_computed_tokens
+        first = context_len // self.pool.page_size
+        copy = self.pool.make_writable(sequence.pages, first) if first < len(sequence.pages) else None
+        while len(sequence.pages) < self.pool.pages_for(context_len + num_new):
+            sequence.pages.append(self.pool.allocate())
+        samples = context_len + num_new == sequence.num_tokens
+        copies = (copy,) if copy else ()
+        schedule.append(ScheduledSequence(sequence, context_len, num_new, samples, sequence.previous_row, copies))
+
+    def _commit(self, item: ScheduledSequence) -> None:
+        """Count an item's tokens as computed and enter the pages they fill into the prefix tree."""
+        sequence, size = item.sequence, self.pool.page_size
+        sequence.num_computed_tokens += item.num_new_tokens
+        num_full = min(sequence.num_computed_tokens, len(sequence.token_ids)) // size
+        for i in range(sequence.num_remembered_pages, num_full):
+            tokens = sequence.token_ids[i * size : (i + 1) * size]
+            sequence.prefix_node = self.pool.remember(sequence.prefix_node, tokens, sequence.pages[i], sequence.salt)
+        sequence.num_remembered_pages = max(num_full, sequence.num_remembered_pages)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.pages)
+        sequence.pages = []
+        sequence.prefix_node = None
+        sequence.num_remembered_pages = 0

@@ -1,0 +1,112 @@
+"""`Sequence`: the host's record of one answer being generated."""
+
+import enum
+from collections.abc import Collection, Hashable
+from collections.abc import Sequence as Tokens
+
+from flax_paged.generation.pages import PrefixNode
+from flax_paged.generation.sampling_params import SamplingParams
+
+
+class Status(enum.Enum):
+    """Where a sequence stands."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """Tokens, pages and progress of one answer.
+
+    Every token is in one of three states. *Computed*: its keys and values are in the cache, or will be when the steps
+    that have been launched are through. *Known*: the host has its id. *Pending*: it was sampled by a launched step
+    whose result the host has not read; the next step takes its id from the device.
+
+    Args:
+        request_id: The request's name.
+        prompt_token_ids: At least one token id.
+        params: How to sample, and when to stop.
+        seed: Seed of the sequence's random numbers, below 2**64.
+        max_num_tokens: Most tokens in all, prompt included, at least one more than the prompt.
+        eos_token_ids: Ids that end the answer; empty to ignore them.
+        priority: Sequences of a lower value go first.
+        arrival: Orders sequences of equal priority.
+        index: Number of the answer within its request.
+        salt: Only sequences of equal salt share cached prefixes.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Tokens[int],
+        params: SamplingParams,
+        *,
+        seed: int = 0,
+        max_num_tokens: int,
+        eos_token_ids: Collection[int] = (),
+        priority: int = 0,
+        arrival: int = 0,
+        index: int = 0,
+        salt: Hashable = None,
+    ):
+        self.request_id = request_id
+        self.index = index
+        self.params = params
+        self.seed = seed
+        self.max_num_tokens = max_num_tokens
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.rank = (priority, arrival, index)  # lower goes first and is preempted last
+        self.token_ids = list(prompt_token_ids)
+        self.prompt_len = len(self.token_ids)
+        self.status = Status.WAITING
+        self.pages: list[int] = []
+        self.num_computed_tokens = 0
+        self.num_pending_tokens = 0
+        self.previous_row = 0  # row of the last launched step that samples the pending token
+        self.salt = salt
+        self.prefix_node: PrefixNode | None = None  # of the last page entered into the prefix tree
+        self.num_remembered_pages = 0
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known or pending."""
+        return len(self.token_ids) + self.num_pending_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens that a next step could compute; 0 when the last token it may have is already there or pending."""
+        if self.num_tokens >= self.max_num_tokens:
+            return 0
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The answer's known tokens."""
+        return self.token_ids[self.prompt_len :]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the answer is complete or aborted."""
+        return self.status is Status.FINISHED
+
+    def append(self, token_id: int) -> None:
+        """Take a sampled token, and set the finish reason if it is the last."""
+        self.num_pending_tokens = max(self.num_pending_tokens - 1, 0)
+        self.token_ids.append(token_id)
+        if token_id in self.eos_token_ids:
+            self.finish_reason = "stop"
+        elif token_id in self.params.stop_token_ids:
+            self.finish_reason, self.stop_reason = "stop", token_id
+        elif len(self.token_ids) >= self.max_num_tokens:
+            self.finish_reason = "length"
+
+    def __repr__(self):
+        return (
+            f"Sequence({self.request_id!r}, {self.status.value}, {self.num_tokens} tokens,"
+            f" {self.num_computed_tokens} computed, {len(self.pages)} pages)"
+        )

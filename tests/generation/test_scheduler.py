@@ -1,0 +1,238 @@
+"""The scheduler alone: no device, tokens come from a counter."""
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flax_paged.generation.pages import PagePool
+from flax_paged.generation.sampling_params import SamplingParams
+from flax_paged.generation.scheduler import Scheduler
+from flax_paged.generation.sequence import Sequence, Status
+
+PARAMS = SamplingParams()
+
+
+def make_sequence(prompt_len, max_tokens=4, *, arrival=0, priority=0, first_token=0):
+    prompt = range(first_token, first_token + prompt_len)
+    return Sequence(
+        str(arrival), prompt, PARAMS, max_num_tokens=prompt_len + max_tokens, arrival=arrival, priority=priority
+    )
+
+
+def make_scheduler(num_pages=32, page_size=4, *, max_num_seqs=4, max_num_batched_tokens=16, chunk=None, cache=True):
+    pool = PagePool(num_pages, page_size, prefix_caching=cache)
+    return Scheduler(
+        pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_prefill_chunk=chunk
+    )
+
+
+def take_results(scheduler, schedule, token=7):
+    for item in schedule.items:
+        if item.samples and not item.sequence.is_finished:
+            item.sequence.append(token)
+            if item.sequence.finish_reason:
+                scheduler.finish(item.sequence, item.sequence.finish_reason)
+
+
+def rows(schedule):
+    return [(item.sequence.request_id, item.context_len, item.num_new_tokens) for item in schedule.items]
+
+
+def test_prompt_then_decode():
+    scheduler = make_scheduler()
+    sequence = make_sequence(8)
+    scheduler.add(sequence)
+    schedule = scheduler.schedule()
+    assert rows(schedule) == [("0", 0, 8)] and schedule.items[0].samples
+    assert len(sequence.pages) == 2
+    take_results(scheduler, schedule)
+    # The third page is taken exactly when token 9 is written.
+    schedule = scheduler.schedule()
+    assert rows(schedule) == [("0", 8, 1)] and len(sequence.pages) == 3
+
+
+def test_step_ahead_uses_the_pending_token_and_stops_at_the_length_limit():
+    scheduler = make_scheduler()
+    sequence = make_sequence(3, max_tokens=2)
+    scheduler.add(sequence)
+    first = scheduler.schedule()
+    second = scheduler.schedule()  # before the first one's result is known
+    assert rows(second) == [("0", 3, 1)]
+    assert not scheduler.schedule().items  # two tokens are pending, and more it may not have
+    take_results(scheduler, first)
+    take_results(scheduler, second)
+    assert sequence.output_token_ids == [7, 7] and sequence.finish_reason == "length"
+    assert scheduler.pool.num_live == 0 and not scheduler.has_unfinished
+
+
+def test_long_prompt_is_cut_into_chunks_and_samples_only_at_its_end():
+    scheduler = make_scheduler(chunk=8)
+    scheduler.add(make_sequence(23))
+    schedules = [scheduler.schedule() for _ in range(3)]
+    assert [rows(s)[0] for s in schedules] == [("0", 0, 8), ("0", 8, 8), ("0", 16, 7)]
+    assert [s.items[0].samples for s in schedules] == [False, False, True]
+
+
+def test_decoding_goes_before_prompts_within_the_budget():
+    scheduler = make_scheduler(max_num_batched_tokens=16)
+    scheduler.add(make_sequence(4, max_tokens=20, arrival=0))
+    take_results(scheduler, scheduler.schedule())
+    scheduler.add(make_sequence(40, arrival=1, first_token=100))
+    for context in (0, 15):
+        schedule = scheduler.schedule()
+        assert rows(schedule)[0][0] == "0" and rows(schedule)[1] == ("1", context, 15)
+        take_results(scheduler, schedule)
+
+
+def test_nobody_overtakes_the_head_of_the_queue():
+    scheduler = make_scheduler(num_pages=4)
+    scheduler.add(make_sequence(9, arrival=0))
+    take_results(scheduler, scheduler.schedule())
+    scheduler.add(make_sequence(8, arrival=1, first_token=100))
+    scheduler.add(make_sequence(2, arrival=2, first_token=200))
+    assert [r[0] for r in rows(scheduler.schedule())] == ["0"]
+    assert scheduler.num_waiting == 2
+
+
+def test_priority_goes_first():
+    scheduler = make_scheduler(max_num_seqs=1)
+    scheduler.add(make_sequence(2, arrival=0, priority=1))
+    scheduler.add(make_sequence(2, arrival=1, priority=0))
+    assert [r[0] for r in rows(scheduler.schedule())] == ["1"]
+
+
+def test_out_of_pages_preempts_the_last_and_keeps_its_tokens():
+    scheduler = make_scheduler(num_pages=4, cache=False)
+    first, second = make_sequence(8, 8, arrival=0), make_sequence(8, 4, arrival=1, first_token=100)
+    scheduler.add(first)
+    scheduler.add(second)
+    take_results(scheduler, scheduler.schedule())
+    assert scheduler.pool.num_available == 0
+    schedule = scheduler.schedule()
+    assert rows(schedule) == [("0", 8, 1)] and schedule.preempted == [second]
+    assert second.status is Status.WAITING and second.token_ids == [*range(100, 108), 7] and second.pages == []
+    while not first.is_finished:
+        take_results(scheduler, schedule)
+        schedule = scheduler.schedule()
+    assert rows(schedule) == [("1", 0, 9)]  # prompt and generated token are computed again
+    assert second.num_preemptions == 1
+
+
+def test_request_that_can_never_fit_is_refused_with_the_arithmetic():
+    scheduler = make_scheduler(num_pages=3, page_size=4)
+    scheduler.add(make_sequence(8, 5))  # 12 tokens in the cache: just fits
+    message = (
+        "8 prompt tokens and up to 6 new ones keep 13 tokens in the cache, which takes 4 pages of 4, but num_pages=3"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        scheduler.add(make_sequence(8, 6))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs=0: expected at least 1"),
+        ({"max_num_seqs": 8, "max_num_batched_tokens": 7}, "max_num_batched_tokens=7 is less than max_num_seqs=8"),
+        ({"chunk": 0}, "max_prefill_chunk=0: expected at least 1"),
+    ],
+)
+def test_sizes_that_cannot_work_are_refused(sizes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_scheduler(**sizes)
+
+
+@pytest.mark.parametrize(("prompt_len", "num_cached"), [(3, 0), (8, 4), (9, 8), (12, 8)])
+def test_second_equal_prompt_reuses_full_pages_but_computes_its_last_token(prompt_len, num_cached):
+    scheduler = make_scheduler()
+    first = make_sequence(prompt_len, 1)
+    scheduler.add(first)
+    take_results(scheduler, scheduler.schedule())
+    second = make_sequence(prompt_len, 1, arrival=1)
+    scheduler.add(second)
+    assert rows(scheduler.schedule()) == [("1", num_cached, prompt_len - num_cached)]
+    assert second.num_cached_tokens == num_cached
+
+
+def test_common_prefix_is_computed_once_even_within_a_step():
+    scheduler = make_scheduler(num_pages=64, max_num_seqs=8, max_num_batched_tokens=32)
+    for i in range(4):
+        sequence = make_sequence(16, 2, arrival=i)
+        sequence.token_ids += [100 + i]
+        sequence.prompt_len += 1
+        sequence.max_num_tokens += 1
+        scheduler.add(sequence)
+    assert rows(scheduler.schedule()) == [("0", 0, 17), ("1", 16, 1), ("2", 16, 1), ("3", 16, 1)]
+
+
+requests = st.lists(
+    st.tuples(st.integers(1, 20), st.integers(1, 12), st.integers(0, 2), st.integers(0, 3)), min_size=1, max_size=12
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    requests=requests,
+    num_pages=st.integers(8, 14),
+    chunk=st.sampled_from([None, 1, 5]),
+    cache=st.booleans(),
+    steps_ahead=st.booleans(),
+    data=st.data(),
+)
+def test_every_request_ends_and_every_page_returns(requests, num_pages, chunk, cache, steps_ahead, data):
+    """Random arrivals, priorities, aborts and stops, in a pool that forces preemption."""
+    scheduler = make_scheduler(num_pages, 4, max_num_seqs=4, max_num_batched_tokens=8, chunk=chunk, cache=cache)
+    written = {}  # page -> the (position, tokens up to it) that each slot was computed for
+    sequences = []
+    in_flight = None
+    for step in range(2000):
+        if step < len(requests):
+            prompt_len, max_tokens, priority, first_token = requests[step]
+            sequences.append(
+                make_sequence(prompt_len, max_tokens, arrival=step, priority=priority, first_token=first_token)
+            )
+            scheduler.add(sequences[-1])
+        if data.draw(st.integers(0, 19)) == 0:
+            scheduler.finish(data.draw(st.sampled_from(sequences)), "abort")
+        schedule = scheduler.schedule()
+        check_schedule(scheduler, schedule)
+        write_and_check(schedule, written)
+        previous, in_flight = in_flight, schedule
+        if steps_ahead and previous:
+            take_results(scheduler, previous, token=step % 3)
+        if not steps_ahead:
+            take_results(scheduler, schedule, token=step % 3)
+        if step >= len(requests) and not scheduler.has_unfinished:
+            break
+    assert all(s.is_finished for s in sequences)
+    assert scheduler.pool.num_live == 0 and scheduler.pool.num_available == num_pages
+    for sequence in sequences:
+        if sequence.finish_reason == "length":
+            assert len(sequence.token_ids) == sequence.max_num_tokens
+
+
+def check_schedule(scheduler, schedule):
+    assert schedule.num_tokens == sum(item.num_new_tokens for item in schedule.items) <= 8
+    assert len({id(item.sequence) for item in schedule.items}) == len(schedule.items) <= 4
+    for item in schedule.items:
+        assert item.sequence in scheduler.running
+        assert len(item.sequence.pages) >= scheduler.pool.pages_for(item.context_len + item.num_new_tokens)
+    held = [page for sequence in scheduler.running for page in sequence.pages]
+    assert scheduler.pool.num_live == len(set(held))
+
+
+def write_and_check(schedule, written):
+    """Note which prefix each slot's keys were computed for; every slot read must hold the reader's own prefix.
+
+    A pending token is not known, so a prefix is compared up to the tokens known when it was written.
+    """
+    for item in schedule.items:
+        for position in range(item.context_len, item.context_len + item.num_new_tokens):
+            page, offset = item.sequence.pages[position // 4], position % 4
+            written[page, offset] = (position, tuple(item.sequence.token_ids[: position + 1]))
+    for item in schedule.items:
+        for position in range(item.context_len + item.num_new_tokens):
+            page, offset = item.sequence.pages[position // 4], position % 4
+            was_position, prefix = written[page, offset]
+            assert was_position == position and prefix == tuple(item.sequence.token_ids[: len(prefix)])
