@@ -1,1 +1,1 @@
-"""Checkpoints as arrays and names: readers for safetensors and GGUF, our Orbax folder, and strict assignment to a model."""
+"""Checkpoints as arrays and names: safetensors, GGUF, our Orbax folder, and strict assignment to a model."""

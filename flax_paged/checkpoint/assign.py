@@ -65,8 +65,8 @@ def assign(
         A new module over concrete arrays.
 
     Raises:
-        ValueError: Tensors are missing, unexpected, of the wrong shape or of a kind that is no weight (all listed in one
-            message), or a tensor holds NaN or infinity.
+        ValueError: Tensors are missing, unexpected, of the wrong shape or no floats (one
+            message lists them all), or a tensor holds NaN or infinity.
     """
     graphdef, state = nnx.split(abstract_model)
     variables = {path_name(path): variable for path, variable in nnx.to_flat_state(state)}
@@ -79,8 +79,8 @@ def assign(
     arrays = {}
     largest_first = sorted(rules, key=lambda path: -int(np.prod(variables[path].shape)))
     total = sum(int(np.prod(source.shape(tensor_names[path]))) for path in rules)
-    # disable=None: quiet where stderr is not a terminal.
-    with tqdm(total=total, desc="Loading weights", unit=" weights", unit_scale=True, disable=None if progress else True) as bar:
+    quiet = None if progress else True  # None: quiet where stderr is not a terminal
+    with tqdm(total=total, desc="Loading weights", unit=" weights", unit_scale=True, disable=quiet) as bar:
         for path in largest_first:
             target = np.dtype(dtype if dtype is not None else variables[path].dtype)
             arrays[path] = _load_one(source, tensor_names[path], rules[path], target, shardings.get(path))
