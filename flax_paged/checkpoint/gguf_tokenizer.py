@@ -92,7 +92,7 @@ def _byte_level_bpe(metadata: dict[str, Any], vocab: dict[str, int], where: str)
     pre = metadata.get("tokenizer.ggml.pre")
     if pre not in _PRE_TOKENIZERS:
         raise ValueError(
-            f"{where}: tokenizer.ggml.pre={pre!r}: how this tokenizer splits words is not known to us, so its ids would "
+            f"{where}: tokenizer.ggml.pre={pre!r}: how this tokenizer splits words is not known to us, so ids would "
             f"be wrong. Expected one of {sorted(_PRE_TOKENIZERS)}; or load the tokenizer from the Hugging Face folder."
         )
     style = _PRE_TOKENIZERS[pre]
