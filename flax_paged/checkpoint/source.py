@@ -1,5 +1,7 @@
 """What a checkpoint file looks like to the rest of the library: named tensors, read one at a time."""
 
+import math
+from collections.abc import Iterable
 from typing import Protocol
 
 import ml_dtypes
@@ -32,12 +34,17 @@ class TensorSource(Protocol):
         ...
 
 
-def main_dtype(source: TensorSource) -> np.dtype:
-    """Return the dtype that holds most of a checkpoint's elements: the dtype a user would say it is in."""
+def main_dtype(arrays: Iterable[tuple[tuple[int, ...], np.dtype]]) -> np.dtype:
+    """Return the float dtype that holds most of a checkpoint's elements: the dtype a user would say it is in.
+
+    Args:
+        arrays: Shape and dtype of each array; those that are no weights do not count.
+
+    Returns:
+        The dtype; float32 where nothing counts.
+    """
     elements: dict[np.dtype, int] = {}
-    for name in source.names():
-        dtype = source.dtype(name)
-        elements[dtype] = elements.get(dtype, 0) + int(np.prod(source.shape(name)))
-    if not elements:
-        raise ValueError("the checkpoint holds no tensors.")
-    return max(elements, key=lambda dtype: elements[dtype])
+    for shape, dtype in arrays:
+        if np.dtype(dtype) in FLOAT_DTYPES:
+            elements[np.dtype(dtype)] = elements.get(np.dtype(dtype), 0) + math.prod(shape)
+    return max(elements, key=lambda dtype: elements[dtype], default=np.dtype(np.float32))

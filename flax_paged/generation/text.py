@@ -201,8 +201,8 @@ class Tokenizer:
             self._backend.add_tokens([tokenizers.AddedToken(content, **flags)])
             if self._backend.token_to_id(content) != int(index):
                 raise ValueError(
-                    f"tokenizer_config.json gives {content!r} the id {index}, but after tokenizer.json the next free id "
-                    f"is {self._backend.token_to_id(content)}: the two files do not belong together."
+                    f"tokenizer_config.json gives {content!r} the id {index}, but tokenizer.json leaves "
+                    f"the id {self._backend.token_to_id(content)} to it: the two files do not belong together."
                 )
 
     def _set_special_tokens(self, named: Mapping[str, Any]) -> None:
