@@ -13,7 +13,8 @@ from flax_paged.checkpoint.gguf_tokenizer import tokenizer_files
 _UNQUANTISED = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 _INTEGERS = {f"I{bits}": np.dtype(f"int{bits}") for bits in (8, 16, 32, 64)}
 _ROWS_BYTES = 4 << 20  # dequantise about this much float32 at a time: the numpy code has many temporaries
-_ARCHITECTURES = {"llama": "LlamaForCausalLM"}  # general.architecture -> architecture in a Hugging Face config
+# general.architecture -> architecture in a Hugging Face config; Mistral files say llama too.
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 # (low_freq_factor, high_freq_factor, original_max_position_embeddings) of the llama3 rope scaling seen in releases.
 _LLAMA3_ROPE = [(1.0, 4.0, context) for context in (8192, 4096, 2048, 16384, 32768, 131072)]
 
