@@ -23,6 +23,7 @@ from flax_paged.checkpoint.source import FLOAT_DTYPES, main_dtype
 from flax_paged.sharding import param_shardings
 
 WEIGHTS_FOLDER = "weights"
+_CONCURRENT_BYTES = 64 << 20
 # What a checkpoint holds: everything but the KV cache and random state, which belong to a run and not to a model.
 _SAVED = nnx.Not(nnx.Any(nnx.Cache, nnx.RngState))
 
@@ -72,7 +73,8 @@ def save_weights(folder: str | Path, model: nnx.Module) -> None:
     The folder should be a `new_folder`, so that a crash leaves no half-written checkpoint.
     """
     weights = nnx.to_pure_dict(nnx.state(model, _SAVED))
-    ocp.save(Path(folder).absolute() / WEIGHTS_FOLDER, weights)
+    with _context(weights):
+        ocp.save(Path(folder).absolute() / WEIGHTS_FOLDER, weights)
 
 
 def stored_dtype(folder: str | Path) -> np.dtype:
@@ -108,12 +110,24 @@ def load_weights(folder: str | Path, abstract_model: nnx.Module, *, dtype=None, 
         for path, variable in variables.items()
     }
     try:
-        loaded = ocp.load(folder / WEIGHTS_FOLDER, nnx.traversals.unflatten_mapping(target))
+        with _context(target):
+            loaded = ocp.load(folder / WEIGHTS_FOLDER, nnx.traversals.unflatten_mapping(target))
     except Exception as error:
         raise ValueError(f"{folder / WEIGHTS_FOLDER}: Orbax cannot read it; is the folder complete? {error}") from error
     arrays = nnx.traversals.flatten_mapping(loaded)
     filled = [(path, variable.replace(arrays[path])) for path, variable in variables.items()]
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
+
+
+def _context(arrays: Any) -> ocp.Context:
+    """Return Orbax's settings: what it holds beside the weights is bounded; weights are noise and not worth zipping."""
+    sizes = [4 * array.size for array in jax.tree.leaves(arrays)]  # stored perhaps as float32, whatever it is here
+    limit = max([_CONCURRENT_BYTES, *sizes])  # Orbax refuses an array above its limit
+    context = ocp.Context()
+    context.array.saving.use_compression = False
+    context.memory.deepcopy_host_arrays = False  # only needed when saving goes on in the background
+    context.memory.read_concurrent_bytes = context.memory.write_concurrent_bytes = limit
+    return context
 
 
 def _stored_arrays(folder: Path) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
