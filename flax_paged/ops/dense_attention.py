@@ -1,0 +1,97 @@
+"""Attention without a cache, over a batch of equally long rows: training and memory profiling."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def dense_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    sm_scale: float = 1.0,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    causal: bool = True,
+    segment_ids: jax.Array | None = None,
+    q_positions: jax.Array | None = None,
+    kv_positions: jax.Array | None = None,
+) -> jax.Array:
+    """Attend each row of a batch over its own keys; the same numbers as the paged form.
+
+        out[b, i] = softmax_j(cap(sm_scale * q[b, i] . k[b, j])) @ v[b]
+
+    over the keys j of the same segment with, if causal, kv_positions[j] <= q_positions[i], and, with a window,
+    q_positions[i] - kv_positions[j] < sliding_window. Softmax and accumulation are in float32. A query that sees no key
+    gives zeros.
+
+    Args:
+        q: [B, L, H, D], floating point.
+        k: [B, M, KV, D], KV divides H. M is L unless positions say otherwise.
+        v: Like `k`.
+        sm_scale: Factor on the scores.
+        sliding_window: Keys that a query sees, its own included; None for all.
+        soft_cap: Cap on the scaled scores, `soft_cap * tanh(s / soft_cap)`, applied before the mask.
+        causal: Whether later keys are hidden.
+        segment_ids: i32[B, L]. Tokens attend within their own segment; needs M == L.
+        q_positions: i32[B, L]; None means 0, 1, 2, ...
+        kv_positions: i32[B, M]; None means 0, 1, 2, ...
+
+    Returns:
+        [B, L, H, D] in q's dtype.
+
+    Raises:
+        ValueError: Shapes that do not fit.
+    """
+    _check(q, k, v, segment_ids, q_positions, kv_positions)
+    batch, num_queries, num_q_heads, head_dim = q.shape
+    num_keys, num_kv_heads = k.shape[1:3]
+    q_positions = _positions(q_positions, batch, num_queries)[:, :, None]
+    kv_positions = _positions(kv_positions, batch, num_keys)[:, None, :]
+    mask = jnp.ones((batch, num_queries, num_keys), bool)
+    if causal:
+        mask &= kv_positions <= q_positions
+    if sliding_window is not None:
+        mask &= q_positions - kv_positions < sliding_window
+    if segment_ids is not None:
+        mask &= segment_ids[:, :, None] == segment_ids[:, None, :]
+    mask = mask[:, None, None]
+
+    dtype = jnp.promote_types(q.dtype, k.dtype)
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    grouped_q = q.astype(dtype).reshape(batch, num_queries, num_kv_heads, num_q_heads // num_kv_heads, head_dim)
+    scores = jnp.einsum(
+        "blkgd,bmkd->bkglm", grouped_q, k.astype(dtype), precision=precision, preferred_element_type=jnp.float32
+    )
+    scores = scores * sm_scale
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    # A finite mask and a second `where`: rows that see nothing give zeros, and their gradient is zero, not NaN.
+    weights = jnp.where(mask, jax.nn.softmax(jnp.where(mask, scores, -1e30), axis=-1), 0.0)
+    out = jnp.einsum(
+        "bkglm,bmkd->blkgd", weights.astype(dtype), v.astype(dtype), precision=precision,
+        preferred_element_type=jnp.float32,
+    )  # fmt: skip
+    return out.reshape(q.shape).astype(q.dtype)
+
+
+def _positions(positions, batch, num_tokens):
+    if positions is not None:
+        return positions
+    return jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32)[None], (batch, num_tokens))
+
+
+def _check(q, k, v, segment_ids, q_positions, kv_positions):
+    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
+        raise ValueError(
+            f"q {q.shape}, k {k.shape}, v {v.shape}: expected q [B, L, H, D] and k, v [B, M, KV, D] with equal B and D."
+        )
+    if k.shape[2] < 1 or q.shape[2] % k.shape[2]:
+        raise ValueError(f"q has {q.shape[2]} heads and k {k.shape[2]}: expected a multiple.")
+    expected = {"segment_ids": (segment_ids, q), "q_positions": (q_positions, q), "kv_positions": (kv_positions, k)}
+    for name, (array, tokens) in expected.items():
+        if array is not None and array.shape != tokens.shape[:2]:
+            raise ValueError(f"{name} has shape {array.shape}: expected {tokens.shape[:2]}, one for each token.")
+    if segment_ids is not None and q.shape[1] != k.shape[1]:
+        raise ValueError(f"segment_ids need as many keys as queries, got {k.shape[1]} and {q.shape[1]}.")

@@ -1,0 +1,72 @@
+"""What the ops' public functions share: the choice of an implementation and the static checks of their arguments."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+IMPLEMENTATIONS = ("reference", "xla", "pallas_tpu", "pallas_tpu_interpret")
+FLOAT_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def choose_implementation(implementation: str | None, *, kernel_can: bool) -> str:
+    """Return the implementation to run; a named one is taken at its word.
+
+    Args:
+        implementation: None or one of `IMPLEMENTATIONS`.
+        kernel_can: Whether the TPU kernel takes these shapes and dtypes; matters to None on a TPU only.
+    """
+    if implementation is None:
+        return "pallas_tpu" if kernel_can and jax.default_backend() == "tpu" else "xla"
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation={implementation!r}: expected None or one of {', '.join(IMPLEMENTATIONS)}.")
+    if implementation == "pallas_tpu" and jax.default_backend() != "tpu":
+        raise ValueError(
+            f"implementation='pallas_tpu' needs a TPU, but the backend is {jax.default_backend()!r}; use 'xla', or"
+            " 'pallas_tpu_interpret' to run the kernel's code without one."
+        )
+    return implementation
+
+
+def refuse(**arguments: Any) -> None:
+    """Raise NotImplementedError for each argument that is not None: features of a later version."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise NotImplementedError(f"{name} is not available yet; leave it None.")
+
+
+def check_shape(name: str, array: jax.Array, expected: Sequence[int | str]) -> None:
+    """Check the rank and the known sizes of an array; a string names a size that may be anything from 1 up."""
+    fits = array.ndim == len(expected) and all(
+        size >= 1 if isinstance(want, str) else size == want for size, want in zip(array.shape, expected, strict=True)
+    )
+    if not fits:
+        raise ValueError(f"{name} has shape {array.shape}: expected [{', '.join(map(str, expected))}].")
+
+
+def check_dtype(name: str, array: jax.Array, expected: Sequence[Any]) -> None:
+    """Check an array's dtype against the allowed ones."""
+    if array.dtype not in expected:
+        names = ", ".join(jnp.dtype(dtype).name for dtype in expected)
+        raise TypeError(f"{name} has dtype {array.dtype}: expected {names}; convert it with .astype().")
+
+
+def check_int32(**arrays: jax.Array) -> None:
+    """Check that index arrays are int32, as every kernel reads them."""
+    for name, array in arrays.items():
+        check_dtype(name, array, (jnp.int32,))
+
+
+def check_kv_pages(kv_pages: jax.Array, num_kv_heads: int | None, head_dim: int) -> None:
+    """Check a page pool against the heads and head_dim that read or write it."""
+    combined = "2 * num_kv_heads" if num_kv_heads is None else 2 * num_kv_heads
+    check_shape("kv_pages", kv_pages, ("num_pages", "page_size", combined, "padded head_dim"))
+    check_dtype("kv_pages", kv_pages, FLOAT_DTYPES)
+    if kv_pages.shape[2] % 2:
+        raise ValueError(f"kv_pages has {kv_pages.shape[2]} combined heads: expected an even number, K and V of each.")
+    if kv_pages.shape[3] < head_dim:
+        raise ValueError(
+            f"kv_pages has head_dim {kv_pages.shape[3]}, less than {head_dim=} of the tokens: expected at least as"
+            " much; make the cache with this head_dim."
+        )

@@ -1,0 +1,5 @@
+"""Writing new keys and values into the paged cache."""
+
+from flax_paged.ops.kv_cache_update.api import kv_cache_update
+
+__all__ = ["kv_cache_update"]

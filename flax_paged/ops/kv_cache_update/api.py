@@ -1,0 +1,74 @@
+"""The public function: checks its arguments and chooses an implementation."""
+
+from typing import Any
+
+import jax
+
+from flax_paged.ops import dispatch
+from flax_paged.ops.kv_cache_update import reference, xla
+
+
+def kv_cache_update(
+    kv_pages: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    slot_mapping: jax.Array,
+    num_kv_update_slices: jax.Array,
+    *,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    num_slices_per_kv_cache_update_block: int | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Write new keys and values into the cache.
+
+    Within a jit that donates `kv_pages` the result is the same buffer: the cost follows the tokens written and does not
+    depend on the size of the cache. Tokens are cast to the cache's dtype; lanes past head_dim are filled with zeros.
+
+    Args:
+        kv_pages: [num_pages, page_size, 2 * num_kv_heads, padded_head_dim], float32, bfloat16 or float16. Combined head
+            2h is K of kv head h and 2h + 1 its V.
+        k: [num_tokens, num_kv_heads, head_dim], any of these dtypes.
+        v: Like `k`.
+        slot_mapping: i32[3, U]; rows are the first slot in the flattened cache (page * page_size + offset), the first
+            new token, and the length. A slice never crosses a page and a token is in one slice at most; the order of
+            the columns does not matter. Tokens in no slice are not written.
+        num_kv_update_slices: i32[1], live columns of `slot_mapping`; the others are not looked at.
+        k_scale: Not available yet.
+        v_scale: Not available yet.
+        num_slices_per_kv_cache_update_block: Copies that the TPU kernel keeps in flight; None lets it choose.
+        implementation: None (Pallas on a TPU where it takes the cache, else "xla"), "reference", "xla", "pallas_tpu" or
+            "pallas_tpu_interpret".
+
+    Returns:
+        The updated cache.
+
+    Raises:
+        ValueError: Shapes that do not fit, or an implementation that cannot run here.
+        TypeError: A dtype that is not supported.
+        NotImplementedError: An argument whose feature is not available yet.
+    """
+    dispatch.refuse(k_scale=k_scale, v_scale=v_scale)
+    dispatch.check_shape("k", k, ("num_tokens", "num_kv_heads", "head_dim"))
+    dispatch.check_shape("v", v, k.shape)
+    dispatch.check_dtype("k", k, dispatch.FLOAT_DTYPES)
+    dispatch.check_dtype("v", v, (k.dtype,))
+    dispatch.check_kv_pages(kv_pages, k.shape[1], k.shape[2])
+    dispatch.check_shape("slot_mapping", slot_mapping, (3, "U"))
+    dispatch.check_shape("num_kv_update_slices", num_kv_update_slices, (1,))
+    dispatch.check_int32(slot_mapping=slot_mapping, num_kv_update_slices=num_kv_update_slices)
+
+    arguments = kv_pages, k, v, slot_mapping, num_kv_update_slices
+    chosen = dispatch.choose_implementation(implementation, kernel_can=kv_pages.shape[3] % 128 == 0)
+    if chosen == "reference":
+        return reference.kv_cache_update(*arguments)
+    if chosen == "xla":
+        return xla.kv_cache_update(*arguments)
+    # Pallas takes a second to import; only those who run it pay.
+    from flax_paged.ops.kv_cache_update.tpu import kv_cache_update_tpu
+
+    return kv_cache_update_tpu(
+        *arguments,
+        num_slices_per_kv_cache_update_block=num_slices_per_kv_cache_update_block,
+        interpret=chosen == "pallas_tpu_interpret",
+    )

@@ -1,0 +1,31 @@
+"""Cache update as one scatter of token rows, which XLA does in place on a donated cache."""
+
+import jax
+import jax.numpy as jnp
+
+
+def kv_cache_update(kv_pages, k, v, slot_mapping, num_kv_update_slices) -> jax.Array:
+    """Write slices of k and v to their slots; see `api.kv_cache_update`."""
+    num_pages, page_size, num_combined_heads, padded_head_dim = kv_pages.shape
+    num_tokens, _, head_dim = k.shape
+    page, offset = token_slots(slot_mapping, num_kv_update_slices, num_tokens, num_pages, page_size)
+    rows = jnp.stack([k, v], axis=2).reshape(num_tokens, num_combined_heads, head_dim).astype(kv_pages.dtype)
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, padded_head_dim - head_dim)))
+    return kv_pages.at[page, offset].set(rows, mode="drop")
+
+
+def token_slots(
+    slot_mapping: jax.Array, num_kv_update_slices: jax.Array, num_tokens: int, num_pages: int, page_size: int
+) -> tuple[jax.Array, jax.Array]:
+    """Return the page and the offset in it of each token, i32[T] each.
+
+    A token in no live slice gets page `num_pages`, one past the end, which a scatter drops; -1 would wrap to the last
+    page. Depends on the metadata alone, so XLA computes it once for all layers of a step.
+    """
+    first_slot, first_token, length = slot_mapping[0][None], slot_mapping[1][None], slot_mapping[2][None]
+    live = jnp.arange(slot_mapping.shape[1], dtype=jnp.int32)[None] < num_kv_update_slices[:, None]
+    index = jnp.arange(num_tokens, dtype=jnp.int32)[:, None] - first_token  # [T, U], token's place in each slice
+    inside = live & (index >= 0) & (index < length)
+    slot = jnp.sum(jnp.where(inside, first_slot + index, 0), axis=1, dtype=jnp.int32)
+    page = jnp.where(inside.any(axis=1), slot // page_size, num_pages)
+    return page, slot % page_size
