@@ -53,11 +53,10 @@ class Buckets:
         self.max_pages_per_seq = _powers_of_two(min_pages, max_pages_per_seq)
 
     def all(self) -> list[Bucket]:
-        """Every bucket, the largest first."""
+        """Every bucket, the smallest first."""
         max_seqs, max_pages = self.num_seqs[-1], self.max_pages_per_seq[-1]
-        mixed = [Bucket(t, min(t, max_seqs), max_pages, False) for t in self.num_tokens]
         decode = [Bucket(s, s, p, True) for s in self.num_seqs for p in self.max_pages_per_seq]
-        return (mixed + decode)[::-1]
+        return decode + [Bucket(t, min(t, max_seqs), max_pages, False) for t in self.num_tokens]
 
     def choose(self, schedule: Schedule) -> Bucket:
         """Return the smallest bucket that holds a schedule."""

@@ -88,6 +88,9 @@ class Engine:
             max_pages_per_seq=-(-max_model_len // page_size),
             kv_cache_dtype=kv_cache_dtype,
         )
+        self.vocab_size = self._runner.vocab_size
+        if not all(0 <= token_id < self.vocab_size for token_id in eos_token_ids or ()):
+            raise ValueError(f"Engine({eos_token_ids=}): expected ids of the vocabulary, below {self.vocab_size}.")
         self.scheduler = Scheduler(
             PagePool(self._runner.num_pages, page_size, prefix_caching=enable_prefix_caching),
             max_num_seqs=max_num_seqs,
@@ -95,6 +98,7 @@ class Engine:
             max_prefill_chunk=max_prefill_chunk,
         )
         self._requests: dict[str, Request] = {}
+        self._news: dict[str, Request] = {}  # requests of add_request that `step` has to report
         self._in_flight: LaunchedStep | None = None
         self._seeds = random.Random(seed)
         self._arrivals = itertools.count()
@@ -174,11 +178,13 @@ class Engine:
             ValueError: The request cannot be run; the others go on.
         """
         request = self._make_request(prompt, sampling_params or SamplingParams(), request_id, priority)
+        request.is_polled = True
         self._enqueue(request)
         return request.request_id
 
     def abort(self, request_id: str) -> None:
         """End a request now; its pages are free at once. Names of finished or unknown requests are ignored."""
+        self._news.pop(request_id, None)
         request = self._requests.pop(request_id, None)
         if request is not None:
             for answer in request.answers:
@@ -188,18 +194,23 @@ class Engine:
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Whether any request is not finished."""
-        return bool(self._requests)
+        """Whether any request is not finished, or its end not yet returned by `step`."""
+        return bool(self._requests or self._news)
 
     # Steps
 
     def step(self) -> list[RequestOutput]:
-        """Launch the next step, and return what the step before it brought: each request's new text and tokens.
+        """Launch the next step, and return what the one before it brought to the requests of `add_request`.
+
+        Returns:
+            Each request's new text and tokens; the last of a request has `finished` set.
 
         Raises:
             RuntimeError: The step failed. The engine is usable: its requests are waiting, to be computed again.
         """
-        return [request.increment() for request in self._advance() if request.has_news]
+        self._advance()
+        news, self._news = self._news, {}
+        return [request.increment() for request in news.values() if request.has_news]
 
     def warmup(self, *, progress: bool = True) -> None:
         """Compile every bucket, so that no later step has to wait for the compiler.
@@ -227,13 +238,14 @@ class Engine:
         self._settle()
         self.scheduler.preempt_all()
 
-    def _advance(self) -> list[Request]:
-        """Schedule, launch, and read the step before. Returns the requests that got tokens."""
+    def _advance(self) -> None:
+        """Schedule and launch a step, and read the one before."""
         try:
             schedule = self.scheduler.schedule()
             launched = self._launch(schedule) if schedule.items else None
             finished, self._in_flight = self._in_flight, launched
-            return self._postprocess(finished) if finished else []
+            if finished:
+                self._postprocess(finished)
         except Exception:
             self._recover()
             raise
@@ -245,22 +257,20 @@ class Engine:
             metrics.first_scheduled_time = metrics.first_scheduled_time or now
         return self._runner.launch(schedule)
 
-    def _postprocess(self, launched: LaunchedStep) -> list[Request]:
+    def _postprocess(self, launched: LaunchedStep) -> None:
         token_ids = np.asarray(launched.token_ids).tolist()
-        changed: dict[str, Request] = {}
-        for row, item in enumerate(launched.items):
+        for item, token_id in zip(launched.items, token_ids, strict=False):
             sequence = item.sequence
             if not item.samples or sequence.is_finished:
                 continue
             request = self._requests[sequence.request_id]
-            request.append(sequence, token_ids[row])
+            request.append(sequence, token_id)
             if sequence.finish_reason:
                 self.scheduler.finish(sequence, sequence.finish_reason)
-            changed[request.request_id] = request
-        for request in changed.values():
             if request.is_finished:
                 del self._requests[request.request_id]
-        return list(changed.values())
+            if request.is_polled:
+                self._news[request.request_id] = request
 
     def _settle(self) -> None:
         """Read the step in flight, so that the host knows every token."""
@@ -282,6 +292,7 @@ class Engine:
     def _run(self, requests: list[Request]) -> Iterator[None]:
         """Step until the requests are finished; abort them if the caller stops or a step fails."""
         try:
+            yield  # before the first step: others' steps may have finished them already
             while not all(request.is_finished for request in requests):
                 self._advance()
                 yield
@@ -294,6 +305,8 @@ class Engine:
             for request in requests:
                 if request.has_news:
                     yield request.increment()
+        # What others' steps brought while the caller held the last piece.
+        yield from (request.increment() for request in requests if request.has_news)
 
     def _submit(
         self, prompts: Prompt | Sequences[Prompt], sampling_params: SamplingParams | Sequences[SamplingParams] | None

@@ -32,6 +32,7 @@ class Request:
         self.params = params
         self.metrics = RequestMetrics(arrival_time=time.monotonic())
         self.answers = [_Answer(sequence, params, tokenizer) for sequence in sequences]
+        self.is_polled = False  # whether `Engine.step` reports it, rather than the call that made it
         self._finish_was_reported = False
 
     @property

@@ -76,8 +76,8 @@ class ModelRunner:
             max_pages_per_seq=min(max_pages_per_seq, num_pages),
             page_size=page_size,
         )
-        self.vocab_size = _vocab_size(own, self._batch([], self.buckets.all()[-1]))
         init_cache(own, cache_spec_for(own, num_pages=num_pages, page_size=page_size, dtype=kv_cache_dtype))
+        self.vocab_size = _vocab_size(own, self._batch([], self.buckets.all()[0]))
         self._step = CompiledStep(own, _sample_next, name="engine_step")
         self._copy_pages = self._step.with_function(_copy_pages, name="copy_pages")
         self._last_token_ids = jnp.zeros(max_num_seqs, jnp.int32)
