@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from flax_paged.ops import dispatch
 from flax_paged.ops.kv_cache_update import reference, xla
@@ -58,7 +59,8 @@ def kv_cache_update(
     dispatch.check_shape("num_kv_update_slices", num_kv_update_slices, (1,))
     dispatch.check_int32(slot_mapping=slot_mapping, num_kv_update_slices=num_kv_update_slices)
 
-    arguments = kv_pages, k, v, slot_mapping, num_kv_update_slices
+    # Metadata often comes as numpy arrays, which tracers cannot index.
+    arguments = [jnp.asarray(a) for a in (kv_pages, k, v, slot_mapping, num_kv_update_slices)]
     chosen = dispatch.choose_implementation(implementation, kernel_can=kv_pages.shape[3] % 128 == 0)
     if chosen == "reference":
         return reference.kv_cache_update(*arguments)

@@ -86,7 +86,8 @@ def ragged_paged_attention(
     _check_arrays(q, kv_pages, seq_lens, block_tables, query_start_loc, num_seqs)
     _check_options(sliding_window, soft_cap, max_query_len)
 
-    arguments = q, kv_pages, seq_lens, block_tables, query_start_loc, num_seqs
+    # Metadata often comes as numpy arrays, which tracers cannot index.
+    arguments = [jnp.asarray(a) for a in (q, kv_pages, seq_lens, block_tables, query_start_loc, num_seqs)]
     options = {"sm_scale": sm_scale, "sliding_window": sliding_window, "soft_cap": soft_cap}
     kernel_can = kv_pages.shape[3] % 128 == 0 and jnp.float16 not in (q.dtype, kv_pages.dtype)
     chosen = dispatch.choose_implementation(implementation, kernel_can=kernel_can)
