@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flax_paged.ops.tpu_interpret import interpret_params
+from flax_paged.ops.tpu_platform import interpret_params
 
 # Enough copies in flight to hide the latency of one (about a microsecond) behind the issue of the others.
 _DEFAULT_SLICES_IN_FLIGHT = 16

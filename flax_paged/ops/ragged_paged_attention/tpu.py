@@ -9,8 +9,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flax_paged.ops.ragged_paged_attention import tpu_kernel
-from flax_paged.ops.ragged_paged_attention.block_sizes import choose_block_sizes, padded_rows
-from flax_paged.ops.tpu_interpret import interpret_params
+from flax_paged.ops.ragged_paged_attention.block_sizes import (
+    SMEM_BUDGET,
+    Problem,
+    choose_block_sizes,
+    padded_rows,
+    smem_bytes,
+)
+from flax_paged.ops.tpu_platform import interpret_params, tpu_generation
 
 
 def ragged_paged_attention_tpu(
@@ -62,16 +68,22 @@ def ragged_paged_attention_tpu(
     _, page_size, num_rows, padded_head_dim = kv_pages.shape
     out_dtype = jnp.dtype(out_dtype or q.dtype)
     _check(q, kv_pages, out_dtype)
-    blocks = choose_block_sizes(
+    problem = Problem(
         num_q_heads=num_q_heads,
         num_kv_heads=num_rows // 2,
         head_dim=padded_head_dim,
         page_size=page_size,
         pages_per_seq=block_tables.shape[1],
         num_tokens=num_tokens,
-        q_dtype=q.dtype,
-        kv_dtype=kv_pages.dtype,
+        q_bytes=max(q.dtype.itemsize, out_dtype.itemsize),
+        kv_bytes=kv_pages.dtype.itemsize,
+        decode_only=max_query_len == 1,
         max_query_len=max_query_len,
+    )
+    _check_smem(problem, seq_lens.shape[0])
+    blocks = choose_block_sizes(
+        problem,
+        generation=tpu_generation() if interpret is False else None,
         num_kv_pages_per_block=num_kv_pages_per_block,
         num_queries_per_block=num_queries_per_block,
         vmem_limit_bytes=vmem_limit_bytes,
@@ -88,6 +100,7 @@ def ragged_paged_attention_tpu(
         soft_cap=soft_cap,
         causal=causal,
         decode_only=max_query_len == 1,
+        edge_chunk=blocks.edge_chunk,
         compute_dtype=jnp.promote_types(q.dtype, kv_pages.dtype),
         interpret=interpret is not False,
     )
@@ -118,20 +131,30 @@ def _check(q, kv_pages, out_dtype):
         )
 
 
+def _check_smem(problem, max_num_seqs):
+    needed = smem_bytes(problem, max_num_seqs)
+    if needed > SMEM_BUDGET:
+        raise ValueError(
+            f"block_tables of {problem.pages_per_seq} pages for each of {max_num_seqs} sequences needs {needed} bytes of"
+            f" SMEM, more than {SMEM_BUDGET}; use larger pages or fewer sequences."
+        )
+
+
 def _call(
     config, q, kv_pages, block_tables, seq_lens, query_start_loc, num_seqs, *, out_dtype, vmem_limit_bytes, interpret
 ):
     _, num_q_rows, head_dim = q.shape
     smem, vmem, dma = pltpu.SMEM, pltpu.VMEM, pltpu.SemaphoreType.DMA
     kv_rows = padded_rows(kv_pages.shape[2])
-    q_buffer = (2, config.queries_per_block, num_q_rows, head_dim)
+    q_block = (config.queries_per_block, num_q_rows, head_dim)
     scratch = [
-        smem((2, block_tables.shape[1]), jnp.int32),
+        smem((2 * -(-block_tables.shape[1] // tpu_kernel.NUM_LANES) * tpu_kernel.NUM_LANES,), jnp.int32),
         smem((2,), jnp.int32),
         vmem((2, config.tokens_per_block, kv_rows, head_dim), kv_pages.dtype),
-        vmem(q_buffer, q.dtype),
-        vmem(q_buffer, out_dtype),
-        *[dma((2,))] * 4,
+        vmem((3, *q_block), q.dtype),
+        vmem((2, *q_block), out_dtype),
+        vmem((num_q_rows, config.tokens_per_block * kv_rows // 2), jnp.float32),
+        *[dma((n,)) for n in (2, 2, 3, 2)],
     ]
     if not config.decode_only:
         rows = (config.num_kv_heads, config.num_queries_per_kv * config.queries_per_block)

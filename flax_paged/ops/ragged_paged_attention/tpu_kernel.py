@@ -6,6 +6,7 @@ into a running softmax (FlashAttention-2) whose maximum, sum and accumulator are
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -18,6 +19,8 @@ from jax.experimental.pallas import tpu as pltpu
 LOG2_E = math.log2(math.e)
 MASK_VALUE = -0.7 * float(jnp.finfo(jnp.float32).max)
 NUM_LANES = 128
+# Rows of K or V that the decode path hands to the matrix unit at a time.
+TILE_ROWS = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +38,7 @@ class KernelConfig:
     soft_cap: float | None
     causal: bool
     decode_only: bool
+    edge_chunk: int  # tokens of a partly live block that the decode path handles at a time
     compute_dtype: Any
     interpret: bool
 
@@ -85,12 +89,13 @@ class Refs:
     kv_pages_hbm: Any  # [num_pages, page_size, 2 * num_kv_heads, head_dim]
     block_tables_hbm: Any  # i32[max_num_seqs, pages_per_seq]
     out_hbm: Any  # [num_tokens, num_q_heads, head_dim]
-    table: Any  # i32[2, pages_per_seq], SMEM: page ids of this sequence and the next
+    table: Any  # i32[2 * pages_per_seq, padded], SMEM: page ids of this sequence and the next
     out_rows: Any  # i32[2], SMEM: rows of `out` on their way to HBM, by slot
     kv: Any  # [2, tokens_per_block, padded 2 * num_kv_heads, head_dim]
-    q: Any  # [2, queries_per_block, num_q_heads, head_dim]
+    q: Any  # [3, queries_per_block, num_q_heads, head_dim]: the item at work and up to two fetched ahead
     out: Any  # [2, queries_per_block, num_q_heads, head_dim]
-    table_sems: Any  # one for each slot of the double buffers
+    scores: Any  # f32[num_q_heads, tokens_per_block * padded num_kv_heads]
+    table_sems: Any  # one for each slot of the buffers above
     kv_sems: Any
     q_sems: Any
     out_sems: Any
@@ -107,30 +112,26 @@ def ragged_paged_attention_kernel(*refs, config: KernelConfig):
     """Attend over the paged cache; `refs` are the fields of `Refs`, in their order."""
     refs = Refs(*refs)
     num_seqs = refs.num_seqs[0]
-    if refs.kv.shape[2] != refs.kv_pages_hbm.shape[2]:
-        # No page ever fills the padding rows: what they hold must not be NaN.
-        refs.kv[...] = jnp.zeros_like(refs.kv)
-    refs.out_rows[0] = 0
-    refs.out_rows[1] = 0
+    for slot in range(2):
+        refs.out_rows[slot] = 0
+    pl.when(num_seqs > 0)(lambda: _table_copy(refs, 0).start())
+    # The page buffers hold finite numbers at all times (`_clean_block` does the rest): a masked key has weight zero, and
+    # zero times NaN would be NaN.
+    refs.kv[...] = jnp.zeros_like(refs.kv)
 
-    @pl.when(num_seqs > 0)
-    def _():
-        _table_copy(refs, 0).start()
-        _table_copy(refs, 0).wait()
-        _start_item(config, refs, _describe_item(config, refs, 0, 0), 0, 0)
+    # The next block to fetch, one or two ahead of the one at work: sequence, item, block, slot of the item's queries.
+    cursor = (jnp.int32(0),) * 4
+    for buffer in range(2):
+        fetch, cursor = _fetch(config, refs, cursor)
+        _start_pages(config, refs, buffer, fetch)
 
-    def sequence(s, counts):
-        @pl.when(s + 1 < num_seqs)
-        def _():
-            _table_copy(refs, s + 1).start()
-
+    def sequence(s, carry):
         num_items = _num_items(config, refs, s)
-        return lax.fori_loop(0, num_items, lambda i, c: _attend_item(config, refs, s, i, num_items, *c), counts)
+        return lax.fori_loop(0, num_items, lambda i, carry: _attend_item(config, refs, s, i, *carry), carry)
 
-    num_done, _ = lax.fori_loop(0, num_seqs, sequence, (jnp.int32(0), jnp.int32(0)))
+    lax.fori_loop(0, num_seqs, sequence, (jnp.int32(0), jnp.int32(0), cursor))
     for slot in range(2):
         _wait_out(refs, slot)
-    del num_done
     _zero_padding_rows(config, refs, refs.query_start_loc[num_seqs])
 
 
@@ -162,35 +163,83 @@ def _describe_item(config, refs, s, i):
     )
 
 
-def _attend_item(config, refs, s, i, num_items, num_done, num_blocks_done):
-    """Attend with one item; returns the running counts, whose low bits choose the buffers."""
+def _attend_item(config, refs, s, i, num_done, num_blocks_done, cursor):
+    """Attend with one item; returns the running counts, whose remainders choose the buffers, and the cursor."""
     item = _describe_item(config, refs, s, i)
-    slot = lax.rem(num_done, 2)
+    q_slot, out_slot = lax.rem(num_done, 3), lax.rem(num_done, 2)
 
-    def begin_block(b):
-        """Start the next fetch, wait for this block, return its buffer."""
+    def begin_block(b, cursor):
+        """Wait for block `b` of the item; returns its buffer, what to fetch into it once it is read, and the cursor."""
         buffer = lax.rem(num_blocks_done + b, 2)
-        _start_next(config, refs, item, i, num_items, b, 1 - slot, 1 - buffer)
+        fetch, cursor = _fetch(config, refs, cursor)
         _wait_pages(config, refs, item, b, buffer)
-        return refs.kv.at[buffer]
+        low, high = _live_tokens(config, item, b)
+        _clean_block(config, refs.kv.at[buffer], low, high)
+        return buffer, fetch, cursor
 
-    _q_copy(refs, item, slot).wait()
-    _wait_out(refs, slot)
+    _q_copy(refs, item, q_slot).wait()
+    _wait_out(refs, out_slot)
+    q_ref, out_ref = refs.q.at[q_slot], refs.out.at[out_slot]
+    decode = functools.partial(_decode, config, refs, item, q_ref, out_ref, begin_block)
+    prefill = functools.partial(_prefill, config, refs, item, q_ref, out_ref, begin_block)
     if config.decode_only:
-        _decode(config, refs, item, slot, begin_block)
+        cursor = decode(cursor)
     else:
-        pl.when(item.num_queries == 1)(lambda: _decode(config, refs, item, slot, begin_block))
-        pl.when(item.num_queries != 1)(lambda: _prefill(config, refs, item, slot, begin_block))
-    _start_out(refs, item, slot)
-    return num_done + 1, num_blocks_done + item.num_blocks
+        cursor = lax.cond(item.num_queries == 1, decode, prefill, cursor)
+    _start_out(refs, item, out_slot)
+    return num_done + 1, num_blocks_done + item.num_blocks, cursor
+
+
+def _live_tokens(config, item, b):
+    """Bounds of the item's keys in block `b`, counted from the block's first token; they may lie outside of it."""
+    start = (item.first_page + b * config.pages_per_block) * config.page_size
+    return item.key_start - start, item.key_end - start
 
 
 # --- Data movement ---------------------------------------------------------------------------------------------------
 
 
+def _fetch(config, refs, cursor):
+    """Start the copies that a block needs besides its pages, and advance the cursor.
+
+    Returns:
+        Where the block has its page ids in `refs.table` and their number (0 past the last sequence), for `_start_pages`;
+        and the next cursor.
+    """
+    s, i, b, slot = cursor
+    num_seqs = refs.num_seqs[0]
+    is_live = s < num_seqs
+    item = _describe_item(config, refs, jnp.minimum(s, num_seqs - 1), i)
+
+    @pl.when(is_live & (i == 0) & (b == 0))
+    def _():
+        _table_copy(refs, s).wait()
+        pl.when(s + 1 < num_seqs)(lambda: _table_copy(refs, s + 1).start())
+
+    pl.when(is_live & (b == 0))(lambda: _q_copy(refs, item, slot).start())
+    first, num_pages = _pages_of(config, item, b)
+    fetch = lax.rem(s, 2) * _table_stride(refs) + first, jnp.where(is_live, num_pages, 0)
+
+    is_last_block = b + 1 >= item.num_blocks
+    is_last_item = i + 1 >= _num_items(config, refs, jnp.minimum(s, num_seqs - 1))
+    next_cursor = (
+        jnp.where(is_last_block & is_last_item, s + 1, s),
+        jnp.where(is_last_block, jnp.where(is_last_item, 0, i + 1), i),
+        jnp.where(is_last_block, 0, b + 1),
+        jnp.where(is_last_block, jnp.where(slot == 2, 0, slot + 1), slot),
+    )
+    return fetch, next_cursor
+
+
 def _table_copy(refs, s):
-    slot = lax.rem(s, 2)
-    return pltpu.make_async_copy(refs.block_tables_hbm.at[s], refs.table.at[slot], refs.table_sems.at[slot])
+    """Copy of a sequence's page ids into SMEM, which has room for two."""
+    slot, pages_per_seq = lax.rem(s, 2), refs.block_tables_hbm.shape[1]
+    target = refs.table.at[pl.ds(slot * _table_stride(refs), pages_per_seq)]
+    return pltpu.make_async_copy(refs.block_tables_hbm.at[s], target, refs.table_sems.at[slot])
+
+
+def _table_stride(refs):
+    return refs.table.shape[0] // 2
 
 
 def _q_copy(refs, item, slot):
@@ -200,33 +249,27 @@ def _q_copy(refs, item, slot):
     )
 
 
-def _start_item(config, refs, item, slot, buffer):
-    """Start to fetch an item's queries and its first block of pages."""
-    _q_copy(refs, item, slot).start()
-    _start_pages(config, refs, item, 0, buffer)
+def _pages_of(config, item, b):
+    """First page of block `b`, counted in the sequence, and the number of pages: only live ones are fetched."""
+    first = item.first_page + b * config.pages_per_block
+    return first, jnp.minimum(config.pages_per_block, item.last_page - first)
 
 
-def _start_next(config, refs, item, i, num_items, b, slot, buffer):
-    """Start to fetch what follows block `b` of the item: its next block, or the next item's beginning."""
-    s = item.sequence
-    is_last_block = b + 1 == item.num_blocks
-    is_last_item = i + 1 == num_items
-
-    pl.when(jnp.logical_not(is_last_block))(lambda: _start_pages(config, refs, item, b + 1, buffer))
-
-    @pl.when(is_last_block & jnp.logical_not(is_last_item))
-    def _():
-        _start_item(config, refs, _describe_item(config, refs, s, i + 1), slot, buffer)
-
-    @pl.when(is_last_block & is_last_item & (s + 1 < refs.num_seqs[0]))
-    def _():
-        _table_copy(refs, s + 1).wait()
-        _start_item(config, refs, _describe_item(config, refs, s + 1, 0), slot, buffer)
+def _page_copy(config, refs, buffer, fetch, j):
+    """Copy of the `j`-th page of a block."""
+    tokens = j * config.page_size
+    if not isinstance(j, int):
+        tokens = pl.multiple_of(tokens, config.page_size)
+    return pltpu.make_async_copy(
+        refs.kv_pages_hbm.at[refs.table[fetch[0] + j]],
+        _kv_tokens(refs, buffer, tokens, config.page_size),
+        refs.kv_sems.at[buffer],
+    )
 
 
-def _num_pages(config, item, b):
-    """Live pages of block `b`: only these are fetched."""
-    return jnp.minimum(config.pages_per_block, item.last_page - item.first_page - b * config.pages_per_block)
+def _start_pages(config, refs, buffer, fetch):
+    """Start to fetch a block's pages into a buffer."""
+    lax.fori_loop(0, fetch[1], lambda j, _: _page_copy(config, refs, buffer, fetch, j).start(), None)
 
 
 def _kv_tokens(refs, buffer, start, size):
@@ -234,26 +277,27 @@ def _kv_tokens(refs, buffer, start, size):
     return refs.kv.at[buffer, pl.ds(start, size), pl.ds(0, refs.kv_pages_hbm.shape[2])]
 
 
-def _start_pages(config, refs, item, b, buffer):
-    first = item.first_page + b * config.pages_per_block
-    table_slot = lax.rem(item.sequence, 2)
-
-    def start(j, _):
-        page = refs.table[table_slot, first + j]
-        target = _kv_tokens(refs, buffer, pl.multiple_of(j * config.page_size, config.page_size), config.page_size)
-        pltpu.make_async_copy(refs.kv_pages_hbm.at[page], target, refs.kv_sems.at[buffer]).start()
-
-    lax.fori_loop(0, _num_pages(config, item, b), start, None)
-
-
 def _wait_pages(config, refs, item, b, buffer):
     """Wait for all pages of a block at once: the semaphore counts bytes."""
-    num_pages = _num_pages(config, item, b)
+    _, num_pages = _pages_of(config, item, b)
 
     @pl.when(num_pages > 0)
     def _():
         target = _kv_tokens(refs, buffer, 0, num_pages * config.page_size)
         pltpu.make_async_copy(target, target, refs.kv_sems.at[buffer]).wait()
+
+
+def _clean_block(config, kv_ref, low, high):
+    """Zero the fetched tokens before `low` and from `high` on, which share a page with live ones and may hold NaN."""
+
+    def zero(token, _):
+        kv_ref[token] = jnp.zeros_like(kv_ref[token])
+
+    if config.sliding_window is not None:
+        lax.fori_loop(0, jnp.minimum(low, config.tokens_per_block), zero, None)
+    high = jnp.maximum(high, 0)
+    end = jnp.minimum(pl.cdiv(high, config.page_size) * config.page_size, config.tokens_per_block)
+    lax.fori_loop(high, end, zero, None)
 
 
 def _out_copy(refs, slot, row, num_rows):
@@ -351,33 +395,24 @@ def _split_words(words, dtype):
     return pltpu.bitcast(low, dtype), pltpu.bitcast(high, dtype)
 
 
-def _load_kv(config, kv_ref, head, is_live):
-    """K and V of a block as rows, of one head or (head None) of every head, token-major.
+def _load_kv(config, kv_ref, head):
+    """K and V of tokens as rows, of one head or (head None) of every head, token-major.
 
     Args:
         config: The static configuration.
-        kv_ref: [tokens_per_block, padded 2 * num_kv_heads, head_dim].
+        kv_ref: [tokens, padded 2 * num_kv_heads, head_dim].
         head: KV head, or None.
-        is_live: Maps rows to whether they are keys of the sequence; the others are set to zero. None takes all.
 
     Returns:
         K and V, each [rows, head_dim], rows in the order of `_row_in_words` for 16-bit caches.
     """
     num_heads = kv_ref.shape[1] // 2
     start, stride = (0, 1) if head is None else (head, num_heads)
-    heads_per_row = num_heads if head is None else 1
-
-    def clean(x):
-        if is_live is None:
-            return x
-        token = lax.broadcasted_iota(jnp.int32, x.shape, 0) // heads_per_row
-        return jnp.where(is_live(token), x, jnp.zeros_like(x))
-
     if _is_16_bit(kv_ref.dtype):
-        k, v = _split_words(clean(_read_words(config, kv_ref, start, stride)), kv_ref.dtype)
+        k, v = _split_words(_read_words(config, kv_ref, start, stride), kv_ref.dtype)
     else:
-        k = clean(_read_rows(config, kv_ref, 2 * start, 2 * stride))
-        v = clean(_read_rows(config, kv_ref, 2 * start + 1, 2 * stride))
+        k = _read_rows(config, kv_ref, 2 * start, 2 * stride)
+        v = _read_rows(config, kv_ref, 2 * start + 1, 2 * stride)
     return k.astype(config.compute_dtype), v.astype(config.compute_dtype)
 
 
@@ -417,100 +452,162 @@ def _softmax_update(config, scores, v, m, l, acc):  # noqa: E741
     return m_new, l_new, acc * alpha + _matmul(p.astype(config.compute_dtype), v, 0)
 
 
-def _live_keys(config, item, b):
-    """Bounds of the item's keys within block `b`, in tokens of the block, and whether they cut it."""
-    start = (item.first_page + b * config.pages_per_block) * config.page_size
-    low, high = item.key_start - start, item.key_end - start
-    return start, low, high
-
-
 # --- Decode: one query ------------------------------------------------------------------------------------------------
 
 
-def _decode(config, refs, item, slot, begin_block):
+def _decode(config, refs, item, q_ref, out_ref, begin_block, cursor):
     """One query row for each head, all heads at once.
 
     All query heads meet all rows (token, kv head) of the block in one product, and the scores of other heads are masked.
     That wastes matrix work of which there is plenty, and saves the strided loads that would gather one head's rows.
     """
-    num_q_heads = config.num_kv_heads * config.num_queries_per_kv
-    q = refs.q[slot, 0].astype(jnp.float32) * jnp.float32(config.query_scale)
-    q = q.astype(config.compute_dtype)
-    num_rows = q.shape[0]
-    head_dim = q.shape[1]
-    del num_q_heads
-    head_bias = _head_bias(config, refs, num_rows)
+    q = (q_ref[0].astype(jnp.float32) * jnp.float32(config.query_scale)).astype(config.compute_dtype)
+    num_rows, head_dim = q.shape
 
     def block(b, carry):
-        kv_ref = begin_block(b)
-        _, low, high = _live_keys(config, item, b)
+        cursor, *state = carry
+        buffer, fetch, cursor = begin_block(b, cursor)
+        low, high = _live_tokens(config, item, b)
         is_edge = (low > 0) | (high < config.tokens_per_block)
-        return lax.cond(
+        state = lax.cond(
             is_edge,
-            lambda: _decode_block(config, kv_ref, q, head_bias, (low, high), *carry),
-            lambda: _decode_block(config, kv_ref, q, head_bias, None, *carry),
+            lambda *state: _decode_edge_block(config, refs, q, buffer, fetch, low, high, *state),
+            lambda *state: _decode_whole_block(config, refs, q, buffer, fetch, *state),
+            *state,
         )
+        return cursor, *state
 
     m = jnp.full((num_rows, 1), MASK_VALUE, jnp.float32)
-    l = jnp.zeros((num_rows, 1), jnp.float32)  # noqa: E741
+    l = jnp.zeros((num_rows, NUM_LANES), jnp.float32)  # noqa: E741  # summed over lanes at the end
     acc = jnp.zeros((num_rows, head_dim), jnp.float32)
-    m, l, acc = lax.fori_loop(0, item.num_blocks, block, (m, l, acc))  # noqa: E741
-    refs.out[slot, 0] = (acc / l).astype(refs.out.dtype)
+    cursor, m, l, acc = lax.fori_loop(0, item.num_blocks, block, (cursor, m, l, acc))  # noqa: E741
+    out_ref[0] = (acc / jnp.sum(l, axis=1, keepdims=True)).astype(out_ref.dtype)
+    return cursor
 
 
-def _head_bias(config, refs, num_rows):
-    """f32[num_rows, keys]: 0 where the row's query head reads that kv head, very negative elsewhere."""
-    num_heads = refs.kv.shape[2] // 2
-    num_keys = config.tokens_per_block * num_heads
-    packing = 2 if _is_16_bit(refs.kv.dtype) else 1
-    # The pattern repeats, so one vector register's width is enough wherever the period divides it.
-    width = NUM_LANES if NUM_LANES % (num_heads * packing) == 0 and num_keys % NUM_LANES == 0 else num_keys
+def _decode_whole_block(config, refs, q, buffer, fetch, m, l, acc):  # noqa: E741
+    """Fold a block whose keys are all live, and start to refill the buffer tile by tile as it is read."""
+
+    def refill(start, end):
+        # Branch-free, so that the compiler predicates the copies and hides their issue among the vector work.
+        for j in range(start // config.page_size, end // config.page_size):
+            pl.when(j < fetch[1])(lambda j=j: _page_copy(config, refs, buffer, fetch, j).start())
+
+    return _fold_tokens(config, refs, refs.kv.at[buffer], q, None, m, l, acc, after_tile=refill)
+
+
+def _decode_edge_block(config, refs, q, buffer, fetch, low, high, m, l, acc):  # noqa: E741
+    """Fold a block that the sequence's end or the window's start cuts: only the chunks that hold live keys, masked."""
+    size = config.edge_chunk
+
+    def chunk(c, state):
+        start = pl.multiple_of(c * size, size)
+        live = (low - start, high - start)
+        return _fold_tokens(config, refs, refs.kv.at[buffer, pl.ds(start, size)], q, live, *state)
+
+    first = jnp.maximum(lax.div(low, size), 0)
+    last = pl.cdiv(jnp.clip(high, 0, config.tokens_per_block), size)
+    state = lax.fori_loop(first, last, chunk, (m, l, acc))
+    _start_pages(config, refs, buffer, fetch)
+    return state
+
+
+def _fold_tokens(config, refs, kv_ref, q, live, m, l, acc, after_tile=lambda start, end: None):  # noqa: E741
+    """Fold tokens into the running softmax: all scores, their maximum, then weights and the product with V.
+
+    K and V are taken out of the page buffer tile by tile and never stored: loads are cheaper than registers.
+
+    Args:
+        config: The static configuration.
+        refs: The kernel's memory.
+        kv_ref: [tokens, padded 2 * num_kv_heads, head_dim].
+        q: [num_q_heads, head_dim], scaled.
+        live: Bounds of the live tokens, or None if all are.
+        m: f32[num_q_heads, 1].
+        l: f32[num_q_heads, 128], of which the sum counts.
+        acc: f32[num_q_heads, head_dim].
+        after_tile: Called with the bounds of each tile of tokens once it has been read for the last time.
+    """
+    num_tokens, num_heads = kv_ref.shape[0], kv_ref.shape[1] // 2
+    tile = min(max(TILE_ROWS // num_heads, config.page_size), num_tokens)
+    rows = tile * num_heads
+    tiles = range(0, num_tokens, tile)
+    maximum = None
+    for start in tiles:
+        k, _ = _load_kv(config, kv_ref.at[pl.ds(start, tile)], None)
+        scores = _finish_scores(config, _matmul(q, k, 1))
+        scores = _mask_decode(config, scores, kv_ref, None if live is None else (live[0] - start, live[1] - start))
+        refs.scores[:, pl.ds(start * num_heads, rows)] = scores
+        tile_maximum = _fold_lanes(jnp.maximum, scores)
+        maximum = tile_maximum if maximum is None else jnp.maximum(maximum, tile_maximum)
+
+    m_new = jnp.maximum(m, jnp.max(maximum, axis=1, keepdims=True))
+    alpha = jnp.exp2(m - m_new)
+    l, acc = l * alpha, acc * alpha  # noqa: E741
+    for start in tiles:
+        _, v = _load_kv(config, kv_ref.at[pl.ds(start, tile)], None)
+        p = jnp.exp2(refs.scores[:, pl.ds(start * num_heads, rows)] - m_new)
+        l += _fold_lanes(jnp.add, p)  # noqa: E741
+        acc += _matmul(p.astype(config.compute_dtype), v, 0)
+        after_tile(start, start + tile)
+    return m_new, l, acc
+
+
+def _fold_lanes(op, x):
+    """[rows, n * 128] to [rows, 128]; n * 128 that is no multiple of 128 goes to lane 0, the identity elsewhere."""
+    return functools.reduce(op, (x[:, i : i + NUM_LANES] for i in range(0, x.shape[1], NUM_LANES)))
+
+
+def _mask_decode(config, scores, kv_ref, live):
+    """Mask scores [query heads, (token, kv head)] of other kv heads, and of tokens outside the bounds `live`."""
+    num_rows, num_keys = scores.shape
+    num_heads = kv_ref.shape[1] // 2
+    packing = 2 if _is_16_bit(kv_ref.dtype) else 1
+    # The pattern repeats, so one vector register's width is enough wherever its period divides that.
+    width = NUM_LANES if NUM_LANES % (num_heads * packing) == 0 else num_keys
     key = lax.broadcasted_iota(jnp.int32, (num_rows, width), 1)
-    key_head = lax.rem(key // packing, num_heads)
     query_head = lax.broadcasted_iota(jnp.int32, (num_rows, width), 0) // config.num_queries_per_kv
-    bias = jnp.where(key_head == query_head, jnp.float32(0), jnp.float32(MASK_VALUE))
-    return jnp.concatenate([bias] * (num_keys // width), axis=1)
-
-
-def _decode_block(config, kv_ref, q, head_bias, live, m, l, acc):  # noqa: E741
-    is_live = None if live is None else lambda token: (token >= live[0]) & (token < live[1])
-    k, v = _load_kv(config, kv_ref, None, is_live)
-    scores = _finish_scores(config, _matmul(q, k, 1)) + head_bias
-    if live is not None:
-        row = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-        token = _row_in_words(row, scores.shape[1], kv_ref.dtype) // (kv_ref.shape[1] // 2)
-        scores = jnp.where(is_live(token), scores, jnp.float32(MASK_VALUE))
-    return _softmax_update(config, scores, v, m, l, acc)
+    bias = jnp.where(lax.rem(key // packing, num_heads) == query_head, jnp.float32(0), jnp.float32(MASK_VALUE))
+    scores += jnp.concatenate([bias] * (num_keys // width), axis=1)
+    if live is None:
+        return scores
+    key = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+    token = _row_in_words(key, num_keys, kv_ref.dtype) // num_heads
+    return jnp.where((token >= live[0]) & (token < live[1]), scores, jnp.float32(MASK_VALUE))
 
 
 # --- Prefill: a block of queries --------------------------------------------------------------------------------------
 
 
-def _prefill(config, refs, item, slot, begin_block):
+def _prefill(config, refs, item, q_ref, out_ref, begin_block, cursor):
     """A block of queries: rows of one kv head are its query heads times the queries, head-major."""
-    _load_q_rows(config, refs, slot)
+    _load_q_rows(config, refs, q_ref)
     refs.m[...] = jnp.full_like(refs.m, MASK_VALUE)
     refs.l[...] = jnp.zeros_like(refs.l)
     refs.acc[...] = jnp.zeros_like(refs.acc)
 
-    def block(b, _):
-        kv_ref = begin_block(b)
-        start, low, high = _live_keys(config, item, b)
+    def block(b, cursor):
+        buffer, fetch, cursor = begin_block(b, cursor)
+        for head in range(config.num_kv_heads):
+            refs.k_rows[head], refs.v_rows[head] = _load_kv(config, refs.kv.at[buffer], head)
+        _start_pages(config, refs, buffer, fetch)
+        start = (item.first_page + b * config.pages_per_block) * config.page_size
         end = start + config.tokens_per_block
         # Every query sees every key of an interior block, so it needs no mask.
         is_edge = end > (item.position + 1 if config.causal else item.key_end)
         if config.sliding_window is not None:
             is_edge |= start <= item.position + item.num_queries - 1 - config.sliding_window
-        pl.when(is_edge)(lambda: _prefill_block(config, refs, kv_ref, item, start, (low, high)))
-        pl.when(jnp.logical_not(is_edge))(lambda: _prefill_block(config, refs, kv_ref, item, start, None))
+        pl.when(is_edge)(lambda: _prefill_block(config, refs, item, start))
+        pl.when(jnp.logical_not(is_edge))(lambda: _prefill_block(config, refs, item, None))
+        return cursor
 
-    lax.fori_loop(0, item.num_blocks, block, None)
-    _store_prefill(config, refs, slot)
+    cursor = lax.fori_loop(0, item.num_blocks, block, cursor)
+    _store_prefill(config, refs, out_ref)
+    return cursor
 
 
-def _load_q_rows(config, refs, slot):
+def _load_q_rows(config, refs, q_ref):
     """Queries [queries, heads, head_dim] to scaled rows [kv head, (query head, query), head_dim]."""
-    q_ref = refs.q.at[slot]
     num_queries = config.queries_per_block
     num_heads = config.num_kv_heads * config.num_queries_per_kv
     scale = jnp.float32(config.query_scale)
@@ -530,13 +627,9 @@ def _load_q_rows(config, refs, slot):
             put(2 * pair + 1, pltpu.bitcast(_high_half(words), jnp.float32))
 
 
-def _prefill_block(config, refs, kv_ref, item, start, live):
-    is_live = None if live is None else lambda token: (token >= live[0]) & (token < live[1])
-    for head in range(config.num_kv_heads):
-        k, v = _load_kv(config, kv_ref, head, is_live)
-        refs.k_rows[head] = k
-        refs.v_rows[head] = v
-    mask = None if live is None else _prefill_mask(config, kv_ref, item, start, live)
+def _prefill_block(config, refs, item, start):
+    """Fold the keys in `refs.k_rows` and `v_rows`; `start` is the position of the first, or None: no mask needed."""
+    mask = None if start is None else _prefill_mask(config, refs.kv.dtype, item, start)
     rows = config.heads_per_chunk * config.queries_per_block
 
     def chunk(c, head):
@@ -561,22 +654,19 @@ def _prefill_block(config, refs, kv_ref, item, start, live):
     lax.fori_loop(0, config.num_kv_heads, lambda head, _: (lax.fori_loop(0, num_chunks, chunk, head), None)[1], None)
 
 
-def _prefill_mask(config, kv_ref, item, start, live):
+def _prefill_mask(config, kv_dtype, item, start):
     """bool[chunk rows, keys]: the query sees the key."""
     shape = (config.queries_per_block, config.tokens_per_block)
     row = lax.broadcasted_iota(jnp.int32, shape, 1)
-    token = _row_in_words(row, config.tokens_per_block, kv_ref.dtype)
+    key = start + _row_in_words(row, config.tokens_per_block, kv_dtype)
     query = item.position + lax.broadcasted_iota(jnp.int32, shape, 0)
-    mask = token < live[1]
-    if config.causal:
-        mask &= start + token <= query
+    mask = key <= query if config.causal else key < item.key_end
     if config.sliding_window is not None:
-        mask &= start + token > query - config.sliding_window
+        mask &= key > query - config.sliding_window
     return jnp.concatenate([mask] * config.heads_per_chunk, axis=0)
 
 
-def _store_prefill(config, refs, slot):
-    out_ref = refs.out.at[slot]
+def _store_prefill(config, refs, out_ref):
     num_queries = config.queries_per_block
     num_heads = config.num_kv_heads * config.num_queries_per_kv
 

@@ -1,4 +1,4 @@
-"""How a Pallas TPU kernel of ours is run: compiled for a TPU, or interpreted on the CPU."""
+"""What the Pallas TPU kernels need to know about where they run: which TPU, or interpreted on the CPU."""
 
 import dataclasses
 import inspect
@@ -32,3 +32,11 @@ def race_detection_params(**options: Any) -> pltpu.InterpretParams:
     if "on_race" in fields or "on_race" in inspect.signature(pltpu.InterpretParams).parameters:
         options["on_race"] = "raise"
     return pltpu.InterpretParams(detect_races=True, dma_execution_mode="eager", **options)
+
+
+def tpu_generation() -> str | None:
+    """Return the TPU generation that is compiled for ("v4", "v5e", "v5p", "v6e", "7x"), None if there is no TPU."""
+    try:
+        return pltpu.get_tpu_info().chip_version.value
+    except (ValueError, RuntimeError, NotImplementedError):
+        return None
