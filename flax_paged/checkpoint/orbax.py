@@ -122,7 +122,7 @@ def load_weights(folder: str | Path, abstract_model: nnx.Module, *, dtype=None, 
 def _context(arrays: Any) -> ocp.Context:
     """Return Orbax's settings: what it holds beside the weights is bounded; weights are noise and not worth zipping."""
     sizes = [4 * array.size for array in jax.tree.leaves(arrays)]  # stored perhaps as float32, whatever it is here
-    limit = max([_CONCURRENT_BYTES, *sizes])  # Orbax refuses an array above its limit
+    limit = max([_CONCURRENT_BYTES, *sizes]) + 1  # Orbax refuses an array that is not below its limit
     context = ocp.Context()
     context.array.saving.use_compression = False
     context.memory.deepcopy_host_arrays = False  # only needed when saving goes on in the background
