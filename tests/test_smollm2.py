@@ -33,7 +33,7 @@ PROMPTS = [
     "To be, or not to be, that is the question:",
     "<|im_start|>user\nWrite a haiku about snow.<|im_end|>\n<|im_start|>assistant\n",
     "e^{i\\pi} + 1 = 0 is known as",
-    "The mitochondria is the powerhouse of the cell. " * 60,  # about 600 tokens
+    "The mitochondria is the powerhouse of the cell. " * 70,  # about 600 tokens
     "Roses are red,\r\nViolets are blue,\r\n",
     "x" * 200,
 ]
