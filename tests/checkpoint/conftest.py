@@ -1,11 +1,6 @@
-import sys
-from pathlib import Path
-
 import pytest
 
 from flax_paged.checkpoint.hub import fetch_smollm2
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")
