@@ -81,16 +81,33 @@ class _Cache:
     def bytes_per_token(self) -> int:
         return self.kv_pages.shape[2] * self.head_dim * self.compute_dtype.itemsize
 
-    def read(self, seqs: jax.Array, first_keys: jax.Array, num_keys: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Read `num_keys` tokens of each of W sequences; returns k and v [W, num_keys, KV, D] and positions."""
-        page_size = self.kv_pages.shape[1]
-        positions = first_keys[:, None] + jnp.arange(num_keys, dtype=jnp.int32)[None]  # [W, num_keys]
-        table_index = jnp.minimum(positions // page_size, self.block_tables.shape[1] - 1)
-        pages = self.block_tables[seqs[:, None], table_index]
-        # Page and offset stay two indices: their product passes 2**31 in a large pool.
-        kv = self.kv_pages[pages, positions % page_size]
-        kv = kv.reshape(*positions.shape, self.num_kv_heads, 2, -1)[..., : self.head_dim]
-        return kv[..., 0, :], kv[..., 1, :], positions
+    def read(self, seqs: jax.Array, first_keys: jax.Array, last_keys: jax.Array, num_keys: int):
+        """Read a block of keys and values of each of W sequences.
+
+        Slots past the last key may hold NaN, and a weight of 0 times NaN is NaN: they are never read, the last key is
+        read again in their place.
+
+        Args:
+            seqs: i32[W], rows of the block tables.
+            first_keys: i32[W], position of the block's first key.
+            last_keys: i32[W], position of the last key that may be read.
+            num_keys: Size L of the block.
+
+        Returns:
+            k and v [W, KV, L, D], and the keys' positions i32[W, L], not cut at the last key.
+        """
+        num_pages, page_size, num_combined_heads, _ = self.kv_pages.shape
+        positions = first_keys[:, None] + jnp.arange(num_keys, dtype=jnp.int32)[None]
+        slots = jnp.clip(positions, 0, jnp.maximum(last_keys, 0)[:, None])[:, None]  # [W, 1, L]
+        pages = self.block_tables[seqs[:, None, None], slots // page_size]
+        k_heads = 2 * jnp.arange(self.num_kv_heads, dtype=jnp.int32)[None, :, None]
+        # One gather a row of head_dim, straight into head-major order: a transpose afterwards costs more. Page and row
+        # in it stay two indices, as the number of a row in the whole pool can pass 2**31.
+        rows = slots % page_size * num_combined_heads + k_heads  # [W, KV, L]
+        pages = jnp.broadcast_to(pages, rows.shape)
+        pool = self.kv_pages.reshape(num_pages, page_size * num_combined_heads, -1)
+        k, v = (pool.at[pages, rows + i, : self.head_dim].get(mode="promise_in_bounds") for i in (0, 1))
+        return k, v, positions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,30 +156,28 @@ def _einsum(subscripts, a, b, dtype):
 
 
 def _attend_once(q, k, v, mask, cache, scorer):
-    """Attend one query a row: q [W, KV, G, D], k and v [W, L, KV, D], mask [W, L] -> max, sum, weighted values."""
-    scores = scorer.scores(_einsum("wkgd,wlkd->wkgl", q, k, cache.compute_dtype), mask[:, None, None])
+    """Attend one query a row: q [W, KV, G, D], k and v [W, KV, L, D], mask [W, L] -> max, sum, weighted values."""
+    scores = scorer.scores(_einsum("wkgd,wkld->wkgl", q, k, cache.compute_dtype), mask[:, None, None])
     largest = scores.max(axis=-1, keepdims=True)
-    weights = jnp.where(mask[:, None, None], jnp.exp(scores - largest), 0.0)
-    # Hidden slots may hold NaN, and 0 * NaN is NaN.
-    v = jnp.where(mask[:, :, None, None], v, jnp.zeros((), v.dtype))
-    return largest, weights.sum(axis=-1, keepdims=True), _einsum("wkgl,wlkd->wkgd", weights, v, cache.compute_dtype)
+    weights = jnp.exp(scores - largest)
+    return largest, weights.sum(axis=-1, keepdims=True), _einsum("wkgl,wkld->wkgd", weights, v, cache.compute_dtype)
 
 
 def _decode_short(q, seq_lens, cache, scorer):
-    """Attend one query a sequence, q [S, KV, G, D], over all keys at once; seq_len 0 gives zeros."""
+    """Attend one query a sequence, q [S, KV, G, D], over all keys at once; seq_len 0 gives rubbish."""
     num_keys = min(cache.max_seq_len, scorer.sliding_window or cache.max_seq_len)
-    query_positions = (seq_lens - 1)[:, None]
     seqs = jnp.arange(q.shape[0], dtype=jnp.int32)
-    k, v, positions = cache.read(seqs, scorer.first_key(query_positions)[:, 0], num_keys)
-    mask = scorer.is_visible(query_positions, positions)
+    k, v, positions = cache.read(seqs, scorer.first_key(seq_lens - 1), seq_lens - 1, num_keys)
+    mask = scorer.is_visible((seq_lens - 1)[:, None], positions)
     _, total, values = _attend_once(q, k, v, mask, cache, scorer)
-    return values / jnp.maximum(total, 1e-30)
+    return values / total
 
 
 def _decode_long(q, seq_lens, cache, scorer):
-    """Attend one query a sequence, q [S, KV, G, D], block by block of live keys; seq_len 0 gives zeros."""
+    """Attend one query a sequence, q [S, KV, G, D], block by block of live keys; seq_len 0 gives rubbish."""
     num_seqs = q.shape[0]
-    first_keys = scorer.first_key(seq_lens - 1)
+    last_keys = seq_lens - 1
+    first_keys = scorer.first_key(last_keys)
     num_blocks = -(-(seq_lens - first_keys) // _KEYS_PER_BLOCK)
     ends = jnp.cumsum(num_blocks, dtype=jnp.int32)
     width = _items_per_turn(cache, num_seqs)
@@ -170,12 +185,13 @@ def _decode_long(q, seq_lens, cache, scorer):
     def turn(i, state):
         largest, total, values = state
         items = i * width + jnp.arange(width, dtype=jnp.int32)
-        # Items past the last get sequence `num_seqs`: read clamped, hidden, not merged.
+        # Items past the last get sequence `num_seqs`: read clamped, not merged.
         seqs = jnp.searchsorted(ends, items, side="right", method="compare_all").astype(jnp.int32)
         safe = jnp.minimum(seqs, num_seqs - 1)
         blocks = items - (ends[safe] - num_blocks[safe])
-        k, v, positions = cache.read(safe, first_keys[safe] + blocks * _KEYS_PER_BLOCK, _KEYS_PER_BLOCK)
-        mask = scorer.is_visible((seq_lens[safe] - 1)[:, None], positions) & (seqs < num_seqs)[:, None]
+        first_of_block = first_keys[safe] + blocks * _KEYS_PER_BLOCK
+        k, v, positions = cache.read(safe, first_of_block, last_keys[safe], _KEYS_PER_BLOCK)
+        mask = scorer.is_visible(last_keys[safe][:, None], positions)
         item_largest, item_total, item_values = _attend_once(q[safe], k, v, mask, cache, scorer)
 
         new_largest = largest.at[seqs].max(item_largest, mode="drop")
@@ -187,7 +203,7 @@ def _decode_long(q, seq_lens, cache, scorer):
     largest = jnp.full((*q.shape[:3], 1), _HIDDEN, jnp.float32)
     state = largest, jnp.zeros_like(largest), jnp.zeros(q.shape, jnp.float32)
     _, total, values = lax.fori_loop(0, -(-ends[-1] // width), turn, state)
-    return values / jnp.maximum(total, 1e-30)
+    return values / total
 
 
 def _items_per_turn(cache, num_seqs):
@@ -232,21 +248,19 @@ def _attend_query_block(q, seq, positions, first_position, last_position, cache,
 
     def visit(i, state):
         largest, total, values = state
-        k, v, key_positions = cache.read(seq[None], (first_key + i * _KEYS_PER_BLOCK)[None], _KEYS_PER_BLOCK)
+        first_of_block = first_key + i * _KEYS_PER_BLOCK
+        k, v, key_positions = cache.read(seq[None], first_of_block[None], last_position[None], _KEYS_PER_BLOCK)
         mask = scorer.is_visible(row_positions, key_positions)[None]  # [1, G * B, L]
-        scores = scorer.scores(_einsum("krd,lkd->krl", rows_q, k[0], cache.compute_dtype), mask)
+        scores = scorer.scores(_einsum("krd,kld->krl", rows_q, k[0], cache.compute_dtype), mask)
         new_largest = jnp.maximum(largest, scores.max(axis=-1, keepdims=True))
-        weights = jnp.where(mask, jnp.exp(scores - new_largest), 0.0)
-        factor = jnp.exp(largest - new_largest)
-        # Hidden slots may hold NaN, and 0 * NaN is NaN: zero those past the last query, the others are masked.
-        is_live = (key_positions[0] <= last_position)[:, None, None]
-        v = jnp.where(is_live, v[0], jnp.zeros((), v.dtype))
-        values = values * factor + _einsum("krl,lkd->krd", weights, v, cache.compute_dtype)
+        # A row that has seen no key yet weighs them all 1; the factor of its first visible key, 0, wipes that out.
+        weights, factor = jnp.exp(scores - new_largest), jnp.exp(largest - new_largest)
+        values = values * factor + _einsum("krl,kld->krd", weights, v[0], cache.compute_dtype)
         return new_largest, total * factor + weights.sum(axis=-1, keepdims=True), values
 
     largest = jnp.full((*rows_q.shape[:2], 1), _HIDDEN, jnp.float32)
     state = largest, jnp.zeros_like(largest), jnp.zeros(rows_q.shape, jnp.float32)
     num_blocks = -(-(last_position + 1 - first_key) // _KEYS_PER_BLOCK)
     _, total, values = lax.fori_loop(0, num_blocks, visit, state)
-    out = (values / jnp.maximum(total, 1e-30)).reshape(num_kv_heads, -1, num_queries, head_dim)
+    out = (values / total).reshape(num_kv_heads, -1, num_queries, head_dim)
     return out.transpose(2, 0, 1, 3).reshape(q.shape)
