@@ -128,7 +128,8 @@ class Engine:
         requests = self._submit(prompts, sampling_params)
         with tqdm(total=len(requests), desc="Generating", unit="prompt", disable=not progress) as bar:
             for _ in self._run(requests):
-                bar.update(sum(request.is_finished for request in requests) - bar.n)
+                if news := sum(request.is_finished for request in requests) - bar.n:
+                    bar.update(news)
         return [request.output() for request in requests]
 
     def stream(
