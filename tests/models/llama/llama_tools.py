@@ -1,5 +1,7 @@
 """What the tests of the Llama family share: small configs, a checkpoint in memory, a driver of the paged form."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,15 +29,21 @@ def tiny_config(**changes):
     return LlamaConfig(**{**fields, **changes})
 
 
+def abstract_llama(config):
+    """A model of shapes only."""
+    return nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0)))
+
+
 def random_llama(config, *, seed=0, dtype=jnp.float32):
-    """A model whose biases and norm weights are random too."""
-    model = Llama(config, rngs=nnx.Rngs(seed), dtype=dtype)
+    """A model of random weights, whose biases and norms are random too."""
+    graphdef, state = nnx.split(abstract_llama(config))
     rng = np.random.default_rng(seed)
-    for path, variable in nnx.to_flat_state(nnx.state(model)):
-        if variable.ndim == 1:
-            value = rng.normal(1.0 if "norm" in str(path) else 0.0, 0.3, variable.shape)
-            variable[...] = jnp.asarray(value).astype(dtype)
-    return model
+    arrays = []
+    for path, variable in nnx.to_flat_state(state):
+        scale = config.initializer_range if variable.ndim == 2 else 0.3
+        value = rng.normal(1.0 if "norm" in str(path) else 0.0, scale, variable.shape)
+        arrays.append((path, variable.replace(jnp.asarray(value.astype(np.float32).astype(dtype)))))
+    return nnx.merge(graphdef, nnx.from_flat_state(arrays))
 
 
 class MemorySource:
@@ -85,6 +93,7 @@ class PagedRun:
             "max_pages_per_seq": max(counts) + 1,
         }
         spec = cache_spec_for(model, num_pages=len(order), page_size=page_size)
+        model = nnx.clone(model)
         model.init_cache(spec)
         for layer in model.layers:
             layer.self_attn.attention.kv_cache[...] = jnp.full(spec.shape, jnp.nan, spec.dtype)
@@ -105,10 +114,19 @@ class PagedRun:
         return dict(zip(tokens, np.split(out, ends)[:-1], strict=True))
 
 
-def dense_logits(model, tokens, **options):
+@functools.partial(jax.jit, static_argnums=0)
+def _compiled(graphdef, state, args, options):
+    return nnx.merge(graphdef, state)(*args, **options)
+
+
+def call(model, *args, **options):
+    """`model(*args, **options)`, compiled; models of one config share the compilation."""
+    return np.asarray(_compiled(*nnx.split(model), args, options))
+
+
+def dense_logits(model, tokens):
     """Logits [L, vocab] of one sequence by the dense form."""
-    tokens = jnp.asarray(tokens, jnp.int32)[None]
-    return np.asarray(nnx.jit(lambda model, tokens: model(tokens, **options))(model, tokens)[0])
+    return call(model, jnp.asarray(tokens, jnp.int32)[None])[0]
 
 
 def flat_arrays(model):
@@ -120,11 +138,6 @@ def flat_arrays(model):
 def tokens_of(length, *, seed=0, vocab_size=97):
     """Random token ids."""
     return np.random.default_rng(seed).integers(0, vocab_size, length).astype(np.int32)
-
-
-def abstract_llama(config):
-    """A model of shapes only."""
-    return nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0)))
 
 
 def rope_of_every_type():
