@@ -30,6 +30,8 @@ TUNED: dict[tuple[str, int, int, int, int], tuple[int, int]] = {}
 
 # Bytes of K and V that one block of pages aims at. Larger blocks hide more latency and waste more of short contexts.
 _BLOCK_BYTES = {2: 4 * _MIB, 4: 2 * _MIB}
+# The 7x moves memory so fast that the fixed cost of a block shows.
+_BLOCK_BYTES_7X = {2: 8 * _MIB, 4: 2 * _MIB}
 _PREFILL_TOKENS = 512
 _PREFILL_ROWS = 512  # of one KV head: its query heads times the queries
 _MAX_QUERIES = 256
@@ -101,7 +103,7 @@ def vmem_bytes(problem: Problem, pages_per_block: int, queries_per_block: int) -
     compute_bytes = max(p.q_bytes, p.kv_bytes)
     total = 2 * tokens * p.num_kv_rows * p.head_dim * p.kv_bytes
     total += 5 * queries_per_block * p.num_q_rows * p.head_dim * p.q_bytes
-    total += p.num_q_rows * tokens * p.num_kv_rows // 2 * 4
+    total += tokens * p.num_kv_rows // 2 * (p.num_q_rows * 4 + p.head_dim * p.kv_bytes)
     if not p.decode_only:
         rows = p.num_q_heads * queries_per_block
         total += rows * (p.head_dim * compute_bytes + (2 * _NUM_LANES + p.head_dim) * 4)
@@ -139,7 +141,7 @@ def choose_block_sizes(
     budget = limit - _COMPILER_VMEM
     key = (generation, problem.num_q_heads, problem.num_kv_heads, problem.head_dim, problem.page_size)
     tuned_pages, tuned_queries = TUNED.get(key, (None, None))
-    pages = num_kv_pages_per_block or tuned_pages or _default_pages(problem)
+    pages = num_kv_pages_per_block or tuned_pages or _default_pages(problem, generation)
     pages = -(-pages // problem.page_unit) * problem.page_unit
     queries = 1
     if not problem.decode_only:
@@ -168,9 +170,10 @@ def choose_block_sizes(
     )
 
 
-def _default_pages(problem):
+def _default_pages(problem, generation):
     token_bytes = problem.num_kv_rows * problem.head_dim * problem.kv_bytes
-    tokens = max(_BLOCK_BYTES[problem.kv_bytes] // token_bytes, 1)
+    block_bytes = _BLOCK_BYTES_7X if generation == "7x" else _BLOCK_BYTES
+    tokens = max(block_bytes[problem.kv_bytes] // token_bytes, 1)
     if not problem.decode_only:
         tokens = min(tokens, _PREFILL_TOKENS)
     # No larger than the longest sequence, and a power of two of pages so that long contexts divide evenly.

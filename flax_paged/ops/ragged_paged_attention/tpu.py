@@ -109,9 +109,11 @@ def ragged_paged_attention_tpu(
         config,
         jnp.pad(q, padding),
         kv_pages,
-        block_tables,
-        seq_lens,
-        query_start_loc,
+        # The copies of its rows move whole lines of 128.
+        jnp.pad(block_tables, ((0, 0), (0, -block_tables.shape[1] % tpu_kernel.NUM_LANES))),
+        # One more entry than there are sequences: the kernel looks one past the last.
+        jnp.pad(seq_lens, (0, 1)),
+        jnp.pad(query_start_loc, (0, 1), mode="edge"),
         num_seqs,
         out_dtype=out_dtype,
         vmem_limit_bytes=blocks.vmem_limit_bytes,
@@ -146,14 +148,17 @@ def _call(
     _, num_q_rows, head_dim = q.shape
     smem, vmem, dma = pltpu.SMEM, pltpu.VMEM, pltpu.SemaphoreType.DMA
     kv_rows = padded_rows(kv_pages.shape[2])
+    block_rows = config.tokens_per_block * kv_rows // 2
+    values_packing = 4 // kv_pages.dtype.itemsize
     q_block = (config.queries_per_block, num_q_rows, head_dim)
     scratch = [
-        smem((2 * -(-block_tables.shape[1] // tpu_kernel.NUM_LANES) * tpu_kernel.NUM_LANES,), jnp.int32),
+        smem((2 * block_tables.shape[1],), jnp.int32),
         smem((2,), jnp.int32),
         vmem((2, config.tokens_per_block, kv_rows, head_dim), kv_pages.dtype),
         vmem((3, *q_block), q.dtype),
         vmem((2, *q_block), out_dtype),
-        vmem((num_q_rows, config.tokens_per_block * kv_rows // 2), jnp.float32),
+        vmem((num_q_rows, block_rows), jnp.float32),
+        vmem((block_rows // values_packing, head_dim), jnp.uint32 if values_packing == 2 else kv_pages.dtype),
         *[dma((n,)) for n in (2, 2, 3, 2)],
     ]
     if not config.decode_only:
@@ -168,6 +173,10 @@ def _call(
             vmem((*rows, head_dim), jnp.float32),
         ]
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    operands = (q, kv_pages, block_tables)
+    if interpret is False:
+        # XLA likes to place small operands in VMEM, from where a "copy" to VMEM is a loop of vector loads and stores.
+        operands = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in operands]
     return pl.pallas_call(
         functools.partial(tpu_kernel.ragged_paged_attention_kernel, config=config),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -177,4 +186,4 @@ def _call(
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=vmem_limit_bytes, disable_bounds_checks=True),
         interpret=interpret_params(interpret),
         name="ragged_paged_attention",
-    )(seq_lens, query_start_loc, num_seqs, q, kv_pages, block_tables)
+    )(seq_lens, query_start_loc, num_seqs, *operands)

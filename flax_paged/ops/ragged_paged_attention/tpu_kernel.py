@@ -95,6 +95,7 @@ class Refs:
     q: Any  # [3, queries_per_block, num_q_heads, head_dim]: the item at work and up to two fetched ahead
     out: Any  # [2, queries_per_block, num_q_heads, head_dim]
     scores: Any  # f32[num_q_heads, tokens_per_block * padded num_kv_heads]
+    values: Any  # [tokens_per_block * padded num_kv_heads, head_dim], two rows to a word where they have 16 bits
     table_sems: Any  # one for each slot of the buffers above
     kv_sems: Any
     q_sems: Any
@@ -119,8 +120,9 @@ def ragged_paged_attention_kernel(*refs, config: KernelConfig):
     # zero times NaN would be NaN.
     refs.kv[...] = jnp.zeros_like(refs.kv)
 
-    # The next block to fetch, one or two ahead of the one at work: sequence, item, block, slot of the item's queries.
-    cursor = (jnp.int32(0),) * 4
+    # What is fetched next, two blocks ahead of the one at work: sequence, item, slot of the item's queries, index in
+    # refs.table of its next page, number of pages left. This one stands before the first item.
+    cursor = tuple(jnp.int32(x) for x in (0, -1, 2, 0, 0))
     for buffer in range(2):
         fetch, cursor = _fetch(config, refs, cursor)
         _start_pages(config, refs, buffer, fetch)
@@ -173,8 +175,6 @@ def _attend_item(config, refs, s, i, num_done, num_blocks_done, cursor):
         buffer = lax.rem(num_blocks_done + b, 2)
         fetch, cursor = _fetch(config, refs, cursor)
         _wait_pages(config, refs, item, b, buffer)
-        low, high = _live_tokens(config, item, b)
-        _clean_block(config, refs.kv.at[buffer], low, high)
         return buffer, fetch, cursor
 
     _q_copy(refs, item, q_slot).wait()
@@ -200,35 +200,35 @@ def _live_tokens(config, item, b):
 
 
 def _fetch(config, refs, cursor):
-    """Start the copies that a block needs besides its pages, and advance the cursor.
+    """Advance the cursor by one block; returns the block's pages for `_start_pages`, and the cursor.
 
-    Returns:
-        Where the block has its page ids in `refs.table` and their number (0 past the last sequence), for `_start_pages`;
-        and the next cursor.
+    A block that opens an item starts the copy of the item's queries, too.
     """
-    s, i, b, slot = cursor
-    num_seqs = refs.num_seqs[0]
-    is_live = s < num_seqs
-    item = _describe_item(config, refs, jnp.minimum(s, num_seqs - 1), i)
+    num_pages_left = cursor[4]
+    s, i, slot, first, num_pages_left = lax.cond(
+        num_pages_left <= 0, lambda *cursor: _open_item(config, refs, *cursor), lambda *cursor: cursor, *cursor
+    )
+    fetch = first, jnp.minimum(config.pages_per_block, num_pages_left)
+    return fetch, (s, i, slot, first + config.pages_per_block, num_pages_left - config.pages_per_block)
 
-    @pl.when(is_live & (i == 0) & (b == 0))
+
+def _open_item(config, refs, s, i, slot, *_):
+    """Move the cursor to the beginning of the next item; past the last sequence there are no more pages."""
+    num_seqs = refs.num_seqs[0]
+    is_last = i + 1 >= _num_items(config, refs, jnp.minimum(s, num_seqs))
+    s, i = jnp.where(is_last, s + 1, s), jnp.where(is_last, 0, i + 1)
+    slot = jnp.where(slot == 2, 0, slot + 1)
+    is_live = s < num_seqs
+    item = _describe_item(config, refs, jnp.minimum(s, num_seqs), i)
+
+    @pl.when(is_live & (i == 0))
     def _():
         _table_copy(refs, s).wait()
         pl.when(s + 1 < num_seqs)(lambda: _table_copy(refs, s + 1).start())
 
-    pl.when(is_live & (b == 0))(lambda: _q_copy(refs, item, slot).start())
-    first, num_pages = _pages_of(config, item, b)
-    fetch = lax.rem(s, 2) * _table_stride(refs) + first, jnp.where(is_live, num_pages, 0)
-
-    is_last_block = b + 1 >= item.num_blocks
-    is_last_item = i + 1 >= _num_items(config, refs, jnp.minimum(s, num_seqs - 1))
-    next_cursor = (
-        jnp.where(is_last_block & is_last_item, s + 1, s),
-        jnp.where(is_last_block, jnp.where(is_last_item, 0, i + 1), i),
-        jnp.where(is_last_block, 0, b + 1),
-        jnp.where(is_last_block, jnp.where(slot == 2, 0, slot + 1), slot),
-    )
-    return fetch, next_cursor
+    pl.when(is_live)(lambda: _q_copy(refs, item, slot).start())
+    first = lax.rem(s, 2) * _table_stride(refs) + item.first_page
+    return s, i, slot, first, jnp.where(is_live, item.last_page - item.first_page, 0)
 
 
 def _table_copy(refs, s):
@@ -247,12 +247,6 @@ def _q_copy(refs, item, slot):
     return pltpu.make_async_copy(
         refs.q_hbm.at[rows], refs.q.at[slot, pl.ds(0, item.num_queries)], refs.q_sems.at[slot]
     )
-
-
-def _pages_of(config, item, b):
-    """First page of block `b`, counted in the sequence, and the number of pages: only live ones are fetched."""
-    first = item.first_page + b * config.pages_per_block
-    return first, jnp.minimum(config.pages_per_block, item.last_page - first)
 
 
 def _page_copy(config, refs, buffer, fetch, j):
@@ -279,7 +273,7 @@ def _kv_tokens(refs, buffer, start, size):
 
 def _wait_pages(config, refs, item, b, buffer):
     """Wait for all pages of a block at once: the semaphore counts bytes."""
-    _, num_pages = _pages_of(config, item, b)
+    num_pages = jnp.minimum(config.pages_per_block, item.last_page - item.first_page - b * config.pages_per_block)
 
     @pl.when(num_pages > 0)
     def _():
@@ -413,7 +407,15 @@ def _load_kv(config, kv_ref, head):
     else:
         k = _read_rows(config, kv_ref, 2 * start, 2 * stride)
         v = _read_rows(config, kv_ref, 2 * start + 1, 2 * stride)
-    return k.astype(config.compute_dtype), v.astype(config.compute_dtype)
+    return k, v
+
+
+def _pack_rows(x):
+    return pltpu.bitcast(x, jnp.uint32) if _is_16_bit(x.dtype) else x
+
+
+def _unpack_rows(x, dtype):
+    return pltpu.bitcast(x, dtype) if _is_16_bit(dtype) else x
 
 
 def _row_in_words(rows, num_rows, dtype):
@@ -486,14 +488,14 @@ def _decode(config, refs, item, q_ref, out_ref, begin_block, cursor):
 
 
 def _decode_whole_block(config, refs, q, buffer, fetch, m, l, acc):  # noqa: E741
-    """Fold a block whose keys are all live, and start to refill the buffer tile by tile as it is read."""
+    """Fold a block whose keys are all live, and start to refill the buffer as soon as it is read."""
 
-    def refill(start, end):
-        # Branch-free, so that the compiler predicates the copies and hides their issue among the vector work.
-        for j in range(start // config.page_size, end // config.page_size):
+    def refill():
+        # Branch-free: the compiler predicates the copies and places them among the vector work.
+        for j in range(config.pages_per_block):
             pl.when(j < fetch[1])(lambda j=j: _page_copy(config, refs, buffer, fetch, j).start())
 
-    return _fold_tokens(config, refs, refs.kv.at[buffer], q, None, m, l, acc, after_tile=refill)
+    return _fold_tokens(config, refs, refs.kv.at[buffer], q, None, m, l, acc, refill=refill)
 
 
 def _decode_edge_block(config, refs, q, buffer, fetch, low, high, m, l, acc):  # noqa: E741
@@ -505,6 +507,7 @@ def _decode_edge_block(config, refs, q, buffer, fetch, low, high, m, l, acc):  #
         live = (low - start, high - start)
         return _fold_tokens(config, refs, refs.kv.at[buffer, pl.ds(start, size)], q, live, *state)
 
+    _clean_block(config, refs.kv.at[buffer], low, high)
     first = jnp.maximum(lax.div(low, size), 0)
     last = pl.cdiv(jnp.clip(high, 0, config.tokens_per_block), size)
     state = lax.fori_loop(first, last, chunk, (m, l, acc))
@@ -512,10 +515,11 @@ def _decode_edge_block(config, refs, q, buffer, fetch, low, high, m, l, acc):  #
     return state
 
 
-def _fold_tokens(config, refs, kv_ref, q, live, m, l, acc, after_tile=lambda start, end: None):  # noqa: E741
+def _fold_tokens(config, refs, kv_ref, q, live, m, l, acc, refill=lambda: None):  # noqa: E741
     """Fold tokens into the running softmax: all scores, their maximum, then weights and the product with V.
 
-    K and V are taken out of the page buffer tile by tile and never stored: loads are cheaper than registers.
+    V is stored between the two passes: reading it from the page buffer again would cost the second pass, which the
+    vector units limit, another unpacking.
 
     Args:
         config: The static configuration.
@@ -526,30 +530,32 @@ def _fold_tokens(config, refs, kv_ref, q, live, m, l, acc, after_tile=lambda sta
         m: f32[num_q_heads, 1].
         l: f32[num_q_heads, 128], of which the sum counts.
         acc: f32[num_q_heads, head_dim].
-        after_tile: Called with the bounds of each tile of tokens once it has been read for the last time.
+        refill: Called once the tokens have been read.
     """
     num_tokens, num_heads = kv_ref.shape[0], kv_ref.shape[1] // 2
     tile = min(max(TILE_ROWS // num_heads, config.page_size), num_tokens)
     rows = tile * num_heads
     tiles = range(0, num_tokens, tile)
+    packing = 2 if _is_16_bit(kv_ref.dtype) else 1
     maximum = None
     for start in tiles:
-        k, _ = _load_kv(config, kv_ref.at[pl.ds(start, tile)], None)
-        scores = _finish_scores(config, _matmul(q, k, 1))
+        k, v = _load_kv(config, kv_ref.at[pl.ds(start, tile)], None)
+        refs.values[pl.ds(start * num_heads // packing, rows // packing), :] = _pack_rows(v)
+        scores = _finish_scores(config, _matmul(q, k.astype(config.compute_dtype), 1))
         scores = _mask_decode(config, scores, kv_ref, None if live is None else (live[0] - start, live[1] - start))
         refs.scores[:, pl.ds(start * num_heads, rows)] = scores
         tile_maximum = _fold_lanes(jnp.maximum, scores)
         maximum = tile_maximum if maximum is None else jnp.maximum(maximum, tile_maximum)
 
+    refill()
     m_new = jnp.maximum(m, jnp.max(maximum, axis=1, keepdims=True))
     alpha = jnp.exp2(m - m_new)
     l, acc = l * alpha, acc * alpha  # noqa: E741
     for start in tiles:
-        _, v = _load_kv(config, kv_ref.at[pl.ds(start, tile)], None)
+        v = _unpack_rows(refs.values[pl.ds(start * num_heads // packing, rows // packing), :], kv_ref.dtype)
         p = jnp.exp2(refs.scores[:, pl.ds(start * num_heads, rows)] - m_new)
         l += _fold_lanes(jnp.add, p)  # noqa: E741
-        acc += _matmul(p.astype(config.compute_dtype), v, 0)
-        after_tile(start, start + tile)
+        acc += _matmul(p.astype(config.compute_dtype), v.astype(config.compute_dtype), 0)
     return m_new, l, acc
 
 
@@ -588,8 +594,10 @@ def _prefill(config, refs, item, q_ref, out_ref, begin_block, cursor):
 
     def block(b, cursor):
         buffer, fetch, cursor = begin_block(b, cursor)
+        _clean_block(config, refs.kv.at[buffer], *_live_tokens(config, item, b))
         for head in range(config.num_kv_heads):
-            refs.k_rows[head], refs.v_rows[head] = _load_kv(config, refs.kv.at[buffer], head)
+            k, v = _load_kv(config, refs.kv.at[buffer], head)
+            refs.k_rows[head], refs.v_rows[head] = k.astype(config.compute_dtype), v.astype(config.compute_dtype)
         _start_pages(config, refs, buffer, fetch)
         start = (item.first_page + b * config.pages_per_block) * config.page_size
         end = start + config.tokens_per_block
