@@ -55,7 +55,7 @@ def load_model(path_or_id: str | Path, *, dtype=None, mesh: Mesh | None = None, 
 
     if is_orbax_folder(path):
         dtype = dtype or stored_dtype(path)
-        return load_weights(path, abstract_model(dtype), dtype=dtype, mesh=mesh)
+        return load_weights(path, abstract_model(dtype), dtype=dtype, mesh=mesh, progress=progress)
     rules = family.gguf_rules(config) if gguf else family.hf_rules(config)
     ignorable = family.gguf_ignorable if gguf else family.hf_ignorable
     source = gguf or SafetensorsSource(path)

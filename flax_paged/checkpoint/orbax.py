@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
+from tqdm import tqdm
 
 from flax_paged.checkpoint.assign import path_name
 from flax_paged.checkpoint.report import collapse_names, nearest_name, section, shape_lines
@@ -23,7 +24,7 @@ from flax_paged.checkpoint.source import FLOAT_DTYPES, main_dtype
 from flax_paged.sharding import param_shardings
 
 WEIGHTS_FOLDER = "weights"
-_CONCURRENT_BYTES = 64 << 20
+_BATCH_BYTES = 64 << 20  # arrays up to this size together are read at once; a larger one alone
 # What a checkpoint holds: everything but the KV cache and random state, which belong to a run and not to a model.
 _SAVED = nnx.Not(nnx.Any(nnx.Cache, nnx.RngState))
 
@@ -82,14 +83,19 @@ def stored_dtype(folder: str | Path) -> np.dtype:
     return main_dtype(_stored_arrays(Path(folder)).values())
 
 
-def load_weights(folder: str | Path, abstract_model: nnx.Module, *, dtype=None, mesh: Mesh | None = None) -> nnx.Module:
+def load_weights(
+    folder: str | Path, abstract_model: nnx.Module, *, dtype=None, mesh: Mesh | None = None, progress: bool = True
+) -> nnx.Module:
     """Return the model with the weights of a folder of ours, wherever and on however many devices they were saved.
+
+    Orbax holds each array twice while it reads it, so arrays are read a few at a time, largest first.
 
     Args:
         folder: The folder.
         abstract_model: Module of ShapeDtypeStructs, from `nnx.eval_shape`.
         dtype: Dtype of every parameter; None for the dtype it has in `abstract_model`.
         mesh: Mesh to shard over; None for the default device.
+        progress: Show a bar on stderr, if that is a terminal.
 
     Returns:
         A new module over concrete arrays.
@@ -109,20 +115,55 @@ def load_weights(folder: str | Path, abstract_model: nnx.Module, *, dtype=None, 
         path: jax.ShapeDtypeStruct(variable.shape, dtype or variable.dtype, sharding=shardings[path])
         for path, variable in variables.items()
     }
-    try:
-        with _context(target):
-            loaded = ocp.load(folder / WEIGHTS_FOLDER, nnx.traversals.unflatten_mapping(target))
-    except Exception as error:
-        raise ValueError(f"{folder / WEIGHTS_FOLDER}: Orbax cannot read it; is the folder complete? {error}") from error
-    arrays = nnx.traversals.flatten_mapping(loaded)
+    arrays: dict[tuple, jax.Array] = {}
+    quiet = None if progress else True  # None: quiet where stderr is not a terminal
+    total = sum(leaf.size for leaf in target.values())
+    with tqdm(total=total, desc="Loading weights", unit=" weights", unit_scale=True, disable=quiet) as bar:
+        for batch in _batches(target):
+            arrays |= _load_batch(folder / WEIGHTS_FOLDER, target, batch)
+            bar.update(sum(target[path].size for path in batch))
     filled = [(path, variable.replace(arrays[path])) for path, variable in variables.items()]
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
 
+def _batches(target: Mapping[tuple, jax.ShapeDtypeStruct]) -> Iterator[list[tuple]]:
+    """Yield the paths, largest arrays first, in groups of about `_BATCH_BYTES`."""
+    batch: list[tuple] = []
+    num_bytes = 0
+    for path in sorted(target, key=lambda path: -target[path].size):
+        size = _stored_bytes(target[path])
+        if batch and num_bytes + size > _BATCH_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(path)
+        num_bytes += size
+    if batch:
+        yield batch
+
+
+def _load_batch(
+    weights: Path, target: Mapping[tuple, jax.ShapeDtypeStruct], batch: list[tuple]
+) -> dict[tuple, jax.Array]:
+    """Read some of the arrays of a checkpoint."""
+    wanted = set(batch)
+    partial = {path: leaf if path in wanted else ocp.PLACEHOLDER for path, leaf in target.items()}
+    try:
+        with _context([target[path] for path in batch]):
+            loaded = nnx.traversals.flatten_mapping(ocp.load(weights, nnx.traversals.unflatten_mapping(partial)))
+    except Exception as error:
+        raise ValueError(f"{weights}: Orbax cannot read it; is the folder complete? {error}") from error
+    return {path: loaded[path].block_until_ready() for path in batch}
+
+
+def _stored_bytes(array: Any) -> int:
+    """Return how large an array may be in the file: stored perhaps as float32, whatever it is here."""
+    return 4 * array.size
+
+
 def _context(arrays: Any) -> ocp.Context:
     """Return Orbax's settings: what it holds beside the weights is bounded; weights are noise and not worth zipping."""
-    sizes = [4 * array.size for array in jax.tree.leaves(arrays)]  # stored perhaps as float32, whatever it is here
-    limit = max([_CONCURRENT_BYTES, *sizes]) + 1  # Orbax refuses an array that is not below its limit
+    sizes = [_stored_bytes(array) for array in jax.tree.leaves(arrays)]
+    limit = max([_BATCH_BYTES, *sizes]) + 1  # Orbax refuses an array that is not below its limit
     context = ocp.Context()
     context.array.saving.use_compression = False
     context.memory.deepcopy_host_arrays = False  # only needed when saving goes on in the background

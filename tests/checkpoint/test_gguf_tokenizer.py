@@ -168,16 +168,23 @@ def test_end_ids_and_chat_template(tmp_path):
 # SentencePiece BPE
 
 
+def random_words(num_lines, seed):
+    """Words of few letters, in which many merges compete for each letter."""
+    rng = random.Random(seed)
+    return [" ".join("".join(rng.choices("abcde", k=rng.randrange(2, 9))) for _ in range(6)) for _ in range(num_lines)]
+
+
 @pytest.fixture(scope="module")
 def sentencepiece_model(tmp_path_factory):
     sentencepiece = pytest.importorskip("sentencepiece")
     root = tmp_path_factory.mktemp("spm")
-    (root / "corpus.txt").write_text("\n".join(line for text in CORPUS for line in text.splitlines() if line.strip()))
+    lines = [line for text in CORPUS for line in text.splitlines() if line.strip()]
+    (root / "corpus.txt").write_text("\n".join(lines + random_words(300, seed=0)))
     sentencepiece.SentencePieceTrainer.train(
         input=str(root / "corpus.txt"),
         model_prefix=str(root / "m"),
         model_type="bpe",
-        vocab_size=380,
+        vocab_size=520,
         byte_fallback=True,
         character_coverage=0.98,
         normalization_rule_name="identity",
@@ -209,7 +216,9 @@ def sentencepiece_texts():
     rng = random.Random(0)
     words = ["the", "quick", "fox", "jumps", "12", "č", "한", "日", "😀", "Don't", "(", ")", "{x}", "\t", "\n"]
     generated = [" ".join(rng.choices(words, k=rng.randrange(1, 20))) for _ in range(100)]
-    return [text for text in [*TEXTS, *DIGIT_TEXTS, *CORPUS, *generated] if "<|" not in text]
+    return [
+        text for text in [*TEXTS, *DIGIT_TEXTS, *CORPUS, *generated, *random_words(100, seed=1)] if "<|" not in text
+    ]
 
 
 def test_sentencepiece_ids_equal_sentencepiece(tmp_path, sentencepiece_model):

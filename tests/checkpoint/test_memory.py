@@ -14,12 +14,14 @@ _SIZES = {"vocab_size": 16384, "hidden_size": 1024, "intermediate_size": 4096, "
 
 _LOAD = textwrap.dedent(
     """
-    import json, sys, resource
+    import json, sys
     import jax, numpy as np
     from flax import nnx
     from flax_paged.loading import load_model, save_model
     def peak():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        # Not getrusage's ru_maxrss: that begins with the peak of the process which started this one.
+        line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
     folder, dtype = sys.argv[1], sys.argv[2]
     tiny = load_model(sys.argv[3], dtype=dtype)   # imports, compilers and Orbax's threads are there before we measure
     before = peak()
@@ -56,7 +58,7 @@ def folders(tmp_path_factory):
     return root
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_streaming_load_peaks_near_the_weights(folders, dtype):
     found = measure(folders / "big", dtype, folders / "tiny")
@@ -64,9 +66,10 @@ def test_streaming_load_peaks_near_the_weights(folders, dtype):
     assert found["peak"] - found["baseline"] < 1.3 * found["weights"], found
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_orbax_load_peaks_near_the_weights(folders):
     measure(folders / "big", "float32", folders / "tiny", folders / "orbax")
-    found = measure(folders / "orbax", "float32", folders / "tiny")
-    # Orbax holds up to 64 MiB, or its largest array, of reads in flight.
-    assert found["peak"] - found["baseline"] < 1.3 * found["weights"] + (64 << 20), found
+    measure(folders / "tiny", "float32", folders / "tiny", folders / "orbax-tiny")
+    found = measure(folders / "orbax", "float32", folders / "orbax-tiny")
+    # Beside the weights: reads in flight, and what the C library keeps of freed buffers (constants, not shares).
+    assert found["peak"] - found["baseline"] < 1.3 * found["weights"] + 64e6, found
