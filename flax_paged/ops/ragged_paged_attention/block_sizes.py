@@ -33,7 +33,10 @@ _BLOCK_BYTES = {2: 4 * _MIB, 4: 2 * _MIB}
 # The 7x moves memory so fast that the fixed cost of a block shows.
 _BLOCK_BYTES_7X = {2: 8 * _MIB, 4: 2 * _MIB}
 _PREFILL_TOKENS = 512
-_PREFILL_ROWS = 512  # of one KV head: its query heads times the queries
+# Rows of queries in one matrix product: more of them hide the latencies of one another, and make more code. A float32
+# product is six passes.
+_CHUNK_ROWS = {2: 1024, 4: 256}
+_PREFILL_ROWS = 1024  # of one KV head: its query heads times the queries
 _MAX_QUERIES = 256
 _EDGE_TOKENS = 256
 
@@ -86,8 +89,11 @@ class Problem:
 
     @property
     def page_unit(self) -> int:
-        """Fewest pages whose K (or V) rows fill whole vector registers, which every block is a multiple of."""
-        rows = self.page_size * self.num_kv_rows // 2
+        """Fewest pages whose keys fill whole vector registers, which every block is a multiple of.
+
+        The decode path lines up the keys of all KV heads, the prefill path those of one.
+        """
+        rows = self.page_size * (self.num_kv_rows // 2 if self.decode_only else 1)
         return _NUM_LANES // math.gcd(rows, _NUM_LANES)
 
 
@@ -190,7 +196,8 @@ def _default_queries(problem):
 def _heads_per_chunk(problem, queries):
     """Query heads of a KV head in one product, so that short query blocks still fill the matrix unit."""
     heads = problem.num_q_heads // problem.num_kv_heads
-    return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * queries <= 128))
+    rows = _CHUNK_ROWS[max(problem.q_bytes, problem.kv_bytes)] * _NUM_LANES // problem.head_dim
+    return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * queries <= rows))
 
 
 def _edge_chunk(problem, tokens):

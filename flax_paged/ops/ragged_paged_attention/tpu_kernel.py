@@ -328,44 +328,32 @@ def _zero_padding_rows(config, refs, first_row):
 # --- Rows of a buffer [tokens, rows, head_dim] ------------------------------------------------------------------------
 
 
-def _read_rows(config, ref, start, stride):
-    """Rows start, start + stride, ... of a 32-bit buffer seen as [tokens * rows, head_dim]."""
-    tokens, rows, head_dim = ref.shape
-    count = tokens * rows // stride
-    if config.interpret:  # the interpreter has no views of refs
-        return ref[...].reshape(tokens * rows, head_dim)[start::stride]
-    view = ref.reshape(tokens * rows, head_dim)
-    return view[...] if stride == 1 else view[pl.ds(start, count, stride=stride), :]
+def _read_words(config, ref, start=0, stride=1):
+    """Rows start, start + stride, ... of a 16-bit buffer seen as words: rows 2i (low) and 2i + 1 (high) share a row.
 
-
-def _read_words(config, ref, start, stride):
-    """The same for a 16-bit buffer whose neighbouring rows share 32-bit words: rows 2i (low) and 2i + 1 (high)."""
+    The stride is 1, or the number of words that a token has: one head's rows.
+    """
     tokens, rows, head_dim = ref.shape
-    count = tokens * rows // 2 // stride
-    if config.interpret:
-        words = pltpu.bitcast(ref[...].reshape(tokens * rows, head_dim), jnp.uint32)
-        return words[start::stride]
+    if config.interpret:  # the interpreter has no views of refs, so the value is viewed instead
+        return pltpu.bitcast(ref[...].reshape(tokens * rows, head_dim), jnp.uint32)[start::stride]
+    if stride != 1 and head_dim != NUM_LANES:  # strided loads take one line of 128 lanes
+        return ref.bitcast(jnp.uint32)[:, start, :]
     view = ref.reshape(tokens * rows, head_dim).bitcast(jnp.uint32)
-    return view[...] if stride == 1 else view[pl.ds(start, count, stride=stride), :]
+    return view[...] if stride == 1 else view[pl.ds(start, tokens, stride=stride), :]
 
 
-def _write_words(config, ref, start, stride, words):
-    """The opposite of `_read_words`."""
+def _write_words(config, ref, start, words):
+    """Write words [tokens, head_dim] to the rows 2 * start (low) and 2 * start + 1 (high) of every token."""
     tokens, rows, head_dim = ref.shape
     if config.interpret:
-        pair = pltpu.bitcast(words, ref.dtype).reshape(words.shape[0], 2, head_dim)
+        pair = pltpu.bitcast(words, ref.dtype).reshape(tokens, 2, head_dim)
         ref[:, 2 * start, :] = pair[:, 0]
         ref[:, 2 * start + 1, :] = pair[:, 1]
+    elif head_dim != NUM_LANES:
+        ref.bitcast(jnp.uint32)[:, start, :] = words
     else:
-        ref.reshape(tokens * rows, head_dim).bitcast(jnp.uint32)[pl.ds(start, words.shape[0], stride=stride), :] = words
-
-
-def _write_rows(config, ref, start, stride, values):
-    tokens, rows, head_dim = ref.shape
-    if config.interpret:
-        ref[:, start, :] = values
-    else:
-        ref.reshape(tokens * rows, head_dim)[pl.ds(start, values.shape[0], stride=stride), :] = values
+        view = ref.reshape(tokens * rows, head_dim).bitcast(jnp.uint32)
+        view[pl.ds(start, tokens, stride=rows // 2), :] = words
 
 
 def _is_16_bit(dtype):
@@ -380,7 +368,7 @@ def _split_words(words, dtype):
     """Words (K low, V high) to the rows of K and of V.
 
     Packs row i with row i + n/2 instead of with its neighbour, which would need shuffles: result row 2i is word row i,
-    result row 2i + 1 is word row i + n/2 (`_row_in_words`). Attention does not mind the order of its keys.
+    result row 2i + 1 is word row i + n/2 (`_key_order`). Attention does not mind the order of its keys.
     """
     n = words.shape[0] // 2
     first, second = words[:n], words[n:]
@@ -390,7 +378,7 @@ def _split_words(words, dtype):
 
 
 def _load_kv(config, kv_ref, head):
-    """K and V of tokens as rows, of one head or (head None) of every head, token-major.
+    """K and V of tokens as rows, of one head or (head None) of every head.
 
     Args:
         config: The static configuration.
@@ -398,16 +386,25 @@ def _load_kv(config, kv_ref, head):
         head: KV head, or None.
 
     Returns:
-        K and V, each [rows, head_dim], rows in the order of `_row_in_words` for 16-bit caches.
+        K and V, each [rows, head_dim], in the order of `_key_order`.
     """
     num_heads = kv_ref.shape[1] // 2
-    start, stride = (0, 1) if head is None else (head, num_heads)
     if _is_16_bit(kv_ref.dtype):
-        k, v = _split_words(_read_words(config, kv_ref, start, stride), kv_ref.dtype)
-    else:
-        k = _read_rows(config, kv_ref, 2 * start, 2 * stride)
-        v = _read_rows(config, kv_ref, 2 * start + 1, 2 * stride)
-    return k, v
+        words = _read_words(config, kv_ref) if head is None else _read_words(config, kv_ref, head, num_heads)
+        return _split_words(words, kv_ref.dtype)
+    heads = range(num_heads) if head is None else [head]
+    return tuple(jnp.concatenate([kv_ref[:, 2 * h + i, :] for h in heads], axis=0) for i in range(2))
+
+
+def _key_order(rows, num_tokens, num_heads, dtype):
+    """Token and head that the rows (an integer array) of `_load_kv` come from; `num_heads` is 1 where it took one head.
+
+    16-bit caches: token-major, packed by `_split_words`. 32-bit caches: head-major.
+    """
+    if not _is_16_bit(dtype):
+        return lax.rem(rows, num_tokens), rows // num_tokens
+    word = (rows >> 1) + (rows & 1) * (num_tokens * num_heads // 2)
+    return word // num_heads, lax.rem(word, num_heads)
 
 
 def _pack_rows(x):
@@ -416,13 +413,6 @@ def _pack_rows(x):
 
 def _unpack_rows(x, dtype):
     return pltpu.bitcast(x, dtype) if _is_16_bit(dtype) else x
-
-
-def _row_in_words(rows, num_rows, dtype):
-    """Which row of the buffer (token-major) a row of `_load_kv` came from."""
-    if _is_16_bit(dtype):
-        return (rows >> 1) + (rows & 1) * (num_rows // 2)
-    return rows
 
 
 # --- The running softmax ---------------------------------------------------------------------------------------------
@@ -443,15 +433,6 @@ def _finish_scores(config, scores):
     if not config.soft_cap:
         return scores
     return jnp.tanh(scores) * jnp.float32(config.soft_cap * LOG2_E)
-
-
-def _softmax_update(config, scores, v, m, l, acc):  # noqa: E741
-    """Fold masked scores [rows, keys] of a block into maximum and sum [rows, 1] and accumulator [rows, head_dim]."""
-    m_new = jnp.maximum(m, jnp.max(scores, axis=1, keepdims=True))
-    p = jnp.exp2(scores - m_new)
-    alpha = jnp.exp2(m - m_new)
-    l_new = l * alpha + jnp.sum(p, axis=1, keepdims=True)
-    return m_new, l_new, acc * alpha + _matmul(p.astype(config.compute_dtype), v, 0)
 
 
 # --- Decode: one query ------------------------------------------------------------------------------------------------
@@ -559,8 +540,13 @@ def _fold_tokens(config, refs, kv_ref, q, live, m, l, acc, refill=lambda: None):
     return m_new, l, acc
 
 
+def _repeat_lanes(x, width):
+    """[rows, 128] to [rows, width] by repetition."""
+    return jnp.concatenate([x] * (width // NUM_LANES), axis=1)
+
+
 def _fold_lanes(op, x):
-    """[rows, n * 128] to [rows, 128]; n * 128 that is no multiple of 128 goes to lane 0, the identity elsewhere."""
+    """[rows, n * 128] to [rows, 128]."""
     return functools.reduce(op, (x[:, i : i + NUM_LANES] for i in range(0, x.shape[1], NUM_LANES)))
 
 
@@ -568,17 +554,19 @@ def _mask_decode(config, scores, kv_ref, live):
     """Mask scores [query heads, (token, kv head)] of other kv heads, and of tokens outside the bounds `live`."""
     num_rows, num_keys = scores.shape
     num_heads = kv_ref.shape[1] // 2
-    packing = 2 if _is_16_bit(kv_ref.dtype) else 1
-    # The pattern repeats, so one vector register's width is enough wherever its period divides that.
-    width = NUM_LANES if NUM_LANES % (num_heads * packing) == 0 else num_keys
+    num_tokens = num_keys // num_heads
+    # The pattern of 16-bit caches repeats, so that one register's width is enough wherever the period divides it.
+    is_periodic = _is_16_bit(kv_ref.dtype) and NUM_LANES % (2 * num_heads) == 0
+    width = NUM_LANES if is_periodic else num_keys
     key = lax.broadcasted_iota(jnp.int32, (num_rows, width), 1)
     query_head = lax.broadcasted_iota(jnp.int32, (num_rows, width), 0) // config.num_queries_per_kv
-    bias = jnp.where(lax.rem(key // packing, num_heads) == query_head, jnp.float32(0), jnp.float32(MASK_VALUE))
+    _, key_head = _key_order(key, num_tokens, num_heads, kv_ref.dtype)
+    bias = jnp.where(key_head == query_head, jnp.float32(0), jnp.float32(MASK_VALUE))
     scores += jnp.concatenate([bias] * (num_keys // width), axis=1)
     if live is None:
         return scores
     key = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-    token = _row_in_words(key, num_keys, kv_ref.dtype) // num_heads
+    token, _ = _key_order(key, num_tokens, num_heads, kv_ref.dtype)
     return jnp.where((token >= live[0]) & (token < live[1]), scores, jnp.float32(MASK_VALUE))
 
 
@@ -626,7 +614,7 @@ def _load_q_rows(config, refs, q_ref):
 
     if not _is_16_bit(q_ref.dtype):
         for head in range(num_heads):
-            put(head, _read_rows(config, q_ref, head, q_ref.shape[1]))
+            put(head, q_ref[:, head, :])
         return
     for pair in range(pl.cdiv(num_heads, 2)):
         words = _read_words(config, q_ref, pair, q_ref.shape[1] // 2)
@@ -645,17 +633,17 @@ def _prefill_block(config, refs, item, start):
         scores = _finish_scores(config, _matmul(refs.q_rows[head, chunk_rows, :], refs.k_rows[head], 1))
         if mask is not None:
             scores = jnp.where(mask, scores, jnp.float32(MASK_VALUE))
-        m, l, acc = _softmax_update(  # noqa: E741
-            config,
-            scores,
-            refs.v_rows[head],
-            refs.m[head, chunk_rows, :1],
-            refs.l[head, chunk_rows, :1],
-            refs.acc[head, chunk_rows, :],
-        )
-        refs.m[head, chunk_rows, :] = jnp.broadcast_to(m, (rows, NUM_LANES))
-        refs.l[head, chunk_rows, :] = jnp.broadcast_to(l, (rows, NUM_LANES))
-        refs.acc[head, chunk_rows, :] = acc
+        # m is the same in all 128 lanes and l is summed over them at the end, so that nothing moves between lanes but
+        # the maximum of the scores.
+        m = refs.m[head, chunk_rows, :]
+        m_new = jnp.maximum(m, jnp.max(scores, axis=1, keepdims=True))
+        p = jnp.exp2(scores - _repeat_lanes(m_new, scores.shape[1]))
+        alpha = jnp.exp2(m - m_new)
+        refs.m[head, chunk_rows, :] = m_new
+        refs.l[head, chunk_rows, :] = refs.l[head, chunk_rows, :] * alpha + _fold_lanes(jnp.add, p)
+        product = _matmul(p.astype(config.compute_dtype), refs.v_rows[head], 0)
+        alpha = _repeat_lanes(alpha, product.shape[1])
+        refs.acc[head, chunk_rows, :] = refs.acc[head, chunk_rows, :] * alpha + product
         return head
 
     num_chunks = config.num_queries_per_kv // config.heads_per_chunk
@@ -666,7 +654,7 @@ def _prefill_mask(config, kv_dtype, item, start):
     """bool[chunk rows, keys]: the query sees the key."""
     shape = (config.queries_per_block, config.tokens_per_block)
     row = lax.broadcasted_iota(jnp.int32, shape, 1)
-    key = start + _row_in_words(row, config.tokens_per_block, kv_dtype)
+    key = start + _key_order(row, config.tokens_per_block, 1, kv_dtype)[0]
     query = item.position + lax.broadcasted_iota(jnp.int32, shape, 0)
     mask = key <= query if config.causal else key < item.key_end
     if config.sliding_window is not None:
@@ -681,15 +669,15 @@ def _store_prefill(config, refs, out_ref):
     def result(head):
         kv_head, g = divmod(min(head, num_heads - 1), config.num_queries_per_kv)
         rows = pl.ds(g * num_queries, num_queries)
-        return refs.acc[kv_head, rows, :] / refs.l[kv_head, rows, :1]
+        return refs.acc[kv_head, rows, :] / jnp.sum(refs.l[kv_head, rows, :], axis=1, keepdims=True)
 
     if not _is_16_bit(out_ref.dtype):
         for head in range(num_heads):
-            _write_rows(config, out_ref, head, out_ref.shape[1], result(head))
+            out_ref[:, head, :] = result(head)
         return
     for pair in range(pl.cdiv(num_heads, 2)):
         low, high = (
             pltpu.bitcast(result(head).astype(out_ref.dtype).astype(jnp.float32), jnp.uint32)
             for head in (2 * pair, 2 * pair + 1)
         )
-        _write_words(config, out_ref, pair, out_ref.shape[1] // 2, (low >> 16) | _high_half(high))
+        _write_words(config, out_ref, pair, (low >> 16) | _high_half(high))
