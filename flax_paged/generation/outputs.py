@@ -3,6 +3,25 @@
 import dataclasses
 
 
+@dataclasses.dataclass(frozen=True)
+class Logprob:
+    """How likely the model found a token.
+
+    Fields:
+        logprob: Log-probability, from the model's own logits.
+        rank: 1 for the most likely token.
+        decoded_token: The token as text; None if the engine has no tokenizer.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+# The token that was said or is in the prompt, and the most likely ones, by id.
+LogprobsOfToken = dict[int, Logprob]
+
+
 @dataclasses.dataclass
 class CompletionOutput:
     """One answer to a prompt.
@@ -11,9 +30,11 @@ class CompletionOutput:
         index: Number of the answer, from 0 to n - 1.
         text: The answer's text, without the end-of-sequence or stop token; empty if the engine has no tokenizer.
         token_ids: The answer's tokens, with the one that ended it.
-        finish_reason: "stop" (an end-of-sequence or stop token), "length" (max_tokens or max_model_len), "abort", or
-            None while it runs.
-        stop_reason: The id of the stop token that ended it; None for an end-of-sequence id.
+        finish_reason: "stop" (an end-of-sequence or stop token, or a stop text), "length" (max_tokens or
+            max_model_len), "abort", or None while it runs.
+        stop_reason: The id of the stop token or the stop text that ended it; None for an end-of-sequence id.
+        logprobs: For each token, its log-probability and those of the most likely tokens; None if not asked for.
+        cumulative_logprob: Sum of the log-probabilities of `token_ids`; None if not asked for.
     """
 
     index: int
@@ -21,6 +42,8 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    logprobs: list[LogprobsOfToken] | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclasses.dataclass
@@ -54,6 +77,8 @@ class RequestOutput:
         finished: Whether every answer is complete.
         num_cached_tokens: Prompt tokens that were found in the prefix cache.
         metrics: Times of the request.
+        prompt_logprobs: For each prompt token, as in `CompletionOutput.logprobs`; None for the first, which nothing
+            predicts, and as a whole if not asked for.
     """
 
     request_id: str
@@ -63,3 +88,4 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int
     metrics: RequestMetrics
+    prompt_logprobs: list[LogprobsOfToken | None] | None = None

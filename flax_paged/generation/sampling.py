@@ -5,11 +5,11 @@ row (`_thresholds`), that row alone takes the slow one.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from flax_paged.generation.sampling_inputs import SamplingInputs
 from flax_paged.generation.sampling_params import GREEDY_BELOW
 
 # Most likely tokens that are looked at before a row's whole vocabulary is searched.
@@ -20,38 +20,51 @@ _CDF_BLOCK = 256
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class SamplingInputs:
-    """Parameters of each row. Padding rows are greedy: zeros, and ones where that means "off".
+class SampledTokens:
+    """What a step gives back.
 
     Fields:
-        temperature: f32[N]; below 1e-5 is greedy.
-        top_k: i32[N]; 0 keeps all.
-        top_p: f32[N]; 1 keeps all.
-        min_p: f32[N]; 0 keeps all.
-        seeds: u32[N, 2]. High and low half of each row's 64-bit seed.
-        counters: u32[N]. Place of the token in its answer; with the seed it makes the row's random number.
+        token_ids: i32[N]. The token sampled in each row.
+        logprobs: f32[N]. Log-probability of the sampled token, or of the row's target; zeros if no row wants any.
+        ranks: i32[N]. Its rank among all tokens, the most likely being 1.
+        top_ids: i32[N, K]. The most likely tokens.
+        top_logprobs: f32[N, K]. Their log-probabilities.
     """
 
-    temperature: Any  # f32[N]
-    top_k: Any  # i32[N]
-    top_p: Any  # f32[N]
-    min_p: Any  # f32[N]
-    seeds: Any  # u32[N, 2]
-    counters: Any  # u32[N]
+    token_ids: jax.Array
+    logprobs: jax.Array
+    ranks: jax.Array
+    top_ids: jax.Array
+    top_logprobs: jax.Array
 
 
-def sample(logits: jax.Array, inputs: SamplingInputs) -> jax.Array:
+def sample(
+    logits: jax.Array, inputs: SamplingInputs, last_token_ids: jax.Array, *, max_logprobs: int = 0
+) -> SampledTokens:
     """Choose a token in each row.
+
+    The order is vLLM's: log-probabilities are those of the model's own logits; then bans, allowed tokens and bias; then
+    the repetition, frequency and presence penalties; then temperature, min-p, top-k and top-p.
 
     Args:
         logits: [N, V], any float dtype.
         inputs: Parameters of the N rows.
+        last_token_ids: i32[N]. The token before the one to sample.
+        max_logprobs: K, the number of most likely tokens reported. Static.
 
     Returns:
-        i32[N]. Greedy rows get the first of the most likely tokens, the others a draw from what temperature, min-p,
-        top-k and top-p leave.
+        SampledTokens. Greedy rows get the first of the most likely tokens, the others a draw from what is left.
     """
-    logits = logits.astype(jnp.float32)
+    raw = logits.astype(jnp.float32)
+    is_plain = ~(jnp.any(inputs.temperature >= GREEDY_BELOW) | _has_entries(inputs) | _has_penalties(inputs))
+    # One branch around everything: a branch that returned logits would copy them.
+    token_ids = jax.lax.cond(is_plain, lambda: _argmax(raw), lambda: _sample_any(raw, inputs, last_token_ids))
+    reported = jnp.where(inputs.has_target, inputs.target_ids, token_ids)
+    return SampledTokens(token_ids, *_logprobs(raw, reported, inputs.wants_logprobs[0], max_logprobs))
+
+
+def _sample_any(logits: jax.Array, inputs: SamplingInputs, last_token_ids: jax.Array) -> jax.Array:
+    logits = _penalize(_apply_entries(logits, inputs, last_token_ids), inputs, last_token_ids)
     greedy = _argmax(logits)
     is_greedy = inputs.temperature < GREEDY_BELOW
 
@@ -64,6 +77,74 @@ def sample(logits: jax.Array, inputs: SamplingInputs) -> jax.Array:
         return jnp.where(is_greedy, greedy, drawn)
 
     return jax.lax.cond(jnp.all(is_greedy), lambda: greedy, draw)
+
+
+def _has_entries(inputs: SamplingInputs) -> jax.Array:
+    return jnp.any(inputs.is_restricted) | jnp.any(inputs.entry_values != 0)
+
+
+def _has_penalties(inputs: SamplingInputs) -> jax.Array:
+    is_off = (inputs.repetition_penalty == 1) & (inputs.frequency_penalty == 0) & (inputs.presence_penalty == 0)
+    return ~jnp.all(is_off)
+
+
+def _apply_entries(logits: jax.Array, inputs: SamplingInputs, last_token_ids: jax.Array) -> jax.Array:
+    """Add the entries that count to their tokens' logits, and ban what a restricted row does not allow."""
+    rows = jax.lax.broadcasted_iota(jnp.int32, inputs.entry_ids.shape, 0)
+
+    def apply() -> jax.Array:
+        counts = (inputs.entry_conditions < 0) | (inputs.entry_conditions == last_token_ids[:, None])
+        values = jnp.where(counts, inputs.entry_values, 0.0)
+        allowed = jnp.zeros(logits.shape, bool).at[rows, inputs.entry_ids].max(inputs.entry_allows)
+        is_banned = inputs.is_restricted[:, None] & ~allowed
+        return jnp.where(is_banned, -jnp.inf, logits.at[rows, inputs.entry_ids].add(values))
+
+    return jax.lax.cond(_has_entries(inputs), apply, lambda: logits)
+
+
+def _penalize(logits: jax.Array, inputs: SamplingInputs, last_token_ids: jax.Array) -> jax.Array:
+    """Apply the repetition penalty to tokens seen anywhere, the other two to tokens of the answer."""
+
+    def penalize() -> jax.Array:
+        index = jax.lax.broadcasted_iota(jnp.int32, inputs.history.shape, 1)
+        rows = jax.lax.broadcasted_iota(jnp.int32, inputs.history.shape, 0)
+        num_history, num_prompt = inputs.num_history[:, None], inputs.num_prompt[:, None]
+        tokens = jnp.where(index == num_history - 1, last_token_ids[:, None], inputs.history)
+        zeros = jnp.zeros(logits.shape, jnp.float32)
+        is_seen = zeros.at[rows, tokens].max((index < num_history).astype(jnp.float32)) > 0
+        is_output = (index >= num_prompt) & (index < num_history)
+        counts = zeros.at[rows, tokens].add(is_output.astype(jnp.float32))
+        repetition = inputs.repetition_penalty[:, None]
+        repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
+        out = jnp.where(is_seen, repeated, logits)
+        out = out - inputs.frequency_penalty[:, None] * counts
+        return out - inputs.presence_penalty[:, None] * (counts > 0).astype(jnp.float32)
+
+    return jax.lax.cond(_has_penalties(inputs), penalize, lambda: logits)
+
+
+def _logprobs(
+    logits: jax.Array, token_ids: jax.Array, is_wanted: jax.Array, max_logprobs: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Log-probabilities and ranks of the tokens, and the most likely tokens with theirs; zeros if not wanted."""
+    num_rows = logits.shape[0]
+
+    def compute():
+        chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1)
+        total = jax.nn.logsumexp(logits, axis=1, keepdims=True)
+        ranks = jnp.sum(logits > chosen, axis=1, dtype=jnp.int32) + 1
+        top, top_ids = jax.lax.top_k(logits, max_logprobs)
+        return (chosen - total)[:, 0], ranks, top_ids.astype(jnp.int32), top - total
+
+    def skip():
+        return (
+            jnp.zeros(num_rows, jnp.float32),
+            jnp.zeros(num_rows, jnp.int32),
+            jnp.zeros((num_rows, max_logprobs), jnp.int32),
+            jnp.zeros((num_rows, max_logprobs), jnp.float32),
+        )
+
+    return jax.lax.cond(is_wanted, compute, skip)
 
 
 def _argmax(x: jax.Array) -> jax.Array:

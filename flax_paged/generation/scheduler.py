@@ -17,6 +17,7 @@ class ScheduledSequence:
         num_new_tokens: Tokens that the step computes.
         samples: Whether the step computes its last token, so that a new one is sampled.
         previous_row: Row of the previous step that sampled its last token, if the host does not know it yet.
+        draft_token_ids: Guesses, the last of the new tokens; a token is sampled after each, too, to verify them.
         page_copies: (source, destination) pages to copy before the step.
     """
 
@@ -25,7 +26,14 @@ class ScheduledSequence:
     num_new_tokens: int
     samples: bool
     previous_row: int = 0
+    draft_token_ids: tuple[int, ...] = ()
     page_copies: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def reports_prompt(self) -> bool:
+        """Whether the step has prompt tokens whose log-probabilities are wanted."""
+        sequence = self.sequence
+        return sequence.params.prompt_logprobs is not None and self.context_len + 1 < sequence.prompt_len
 
 
 @dataclasses.dataclass
@@ -106,7 +114,10 @@ class Scheduler:
             ValueError: The whole pool could not hold it.
         """
         self.check_fits(sequence)
-        heapq.heappush(self._waiting, (sequence.rank, sequence))
+        if sequence.leader is not None:
+            sequence.leader.forks.append(sequence)
+        else:
+            self._enqueue(sequence)
 
     def check_fits(self, sequence: Sequence) -> None:
         """Refuse a sequence that could never run.
@@ -135,6 +146,10 @@ class Scheduler:
             self._commit(item)
         if not schedule.preempted:
             self._admit(schedule)
+        for item in schedule.items:
+            # Not before the end: a fork copies its leader's last page, which this step may still have to compute.
+            if item.sequence.num_computed_tokens >= item.sequence.prompt_len:
+                self._release_forks(item.sequence)
         for row, item in enumerate(schedule.items):
             if item.samples:
                 item.sequence.num_pending_tokens += 1
@@ -148,9 +163,9 @@ class Scheduler:
             self.running.remove(sequence)
             self._release(sequence)
         elif sequence.status is Status.WAITING:
-            self._waiting.remove((sequence.rank, sequence))
-            heapq.heapify(self._waiting)
+            self._dequeue(sequence)
         sequence.status = Status.FINISHED
+        self._release_forks(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's pages; it waits to be computed again from its first token."""
@@ -159,7 +174,11 @@ class Scheduler:
         sequence.num_computed_tokens = 0
         sequence.num_preemptions += 1
         sequence.status = Status.WAITING
-        heapq.heappush(self._waiting, (sequence.rank, sequence))
+        self._enqueue(sequence)
+
+    def reject_drafts(self, sequence: Sequence, num_tokens: int) -> None:
+        """Take back the last computed tokens, which were guessed wrongly; their place in the cache is written again."""
+        sequence.num_computed_tokens -= num_tokens
 
     def preempt_all(self) -> None:
         """Preempt every running sequence and forget every cached prefix, because the cache is no longer valid."""
@@ -172,6 +191,8 @@ class Scheduler:
         num_new = min(sequence.num_uncomputed_tokens, budget, self.max_chunk)
         if num_new < 1:
             return
+        drafts = self._affordable_drafts(sequence, schedule)
+        num_new += len(drafts)
         while self._num_pages_missing(sequence, num_new) > self.pool.num_available:
             victim = max(self.running, key=lambda s: s.rank)
             self.preempt(victim)
@@ -179,7 +200,18 @@ class Scheduler:
             schedule.remove(victim)
             if victim is sequence:
                 return
-        self._place(sequence, num_new, schedule)
+        self._place(sequence, num_new, schedule, drafts)
+
+    def _affordable_drafts(self, sequence: Sequence, schedule: Schedule) -> tuple[int, ...]:
+        """Guess tokens within what the others leave of the budget, and without taking a page from anybody."""
+        drafts = sequence.draft()
+        if not drafts:
+            return ()
+        num_decoding = len(self.running) - len(schedule.items)
+        drafts = drafts[: max(self.max_num_batched_tokens - schedule.num_tokens - num_decoding, 0)]
+        while drafts and self._num_pages_missing(sequence, 1 + len(drafts)) > self.pool.num_available:
+            drafts = drafts[:-1]
+        return drafts
 
     def _admit(self, schedule: Schedule) -> None:
         while self._waiting and len(self.running) < self.max_num_seqs:
@@ -197,8 +229,13 @@ class Scheduler:
 
     def _start(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its cached prefix, if the rest of its tokens has pages too."""
-        # At least one token is computed, for its logits.
-        nodes = self.pool.match(sequence.token_ids[: sequence.num_tokens - 1], sequence.salt)
+        if sequence.leader is not None and sequence.leader.status is Status.RUNNING and not sequence.output_token_ids:
+            return self._fork(sequence)
+        # At least one token is computed, for its logits. All of the prompt are, if it is asked how likely they were.
+        matchable = sequence.token_ids[: sequence.num_tokens - 1]
+        if sequence.params.prompt_logprobs is not None:
+            matchable = []
+        nodes = self.pool.match(matchable, sequence.salt)
         num_revived = sum(self.pool.num_users(node.page) == 0 for node in nodes)
         num_missing = self.pool.pages_for(sequence.num_tokens) - len(nodes)
         if num_missing > self.pool.num_available - num_revived:
@@ -213,6 +250,36 @@ class Scheduler:
             sequence.num_cached_tokens = sequence.num_computed_tokens
         return True
 
+    def _fork(self, sequence: Sequence) -> bool:
+        """Give a sequence its leader's prompt pages. Only the last prompt token is computed again, for its logits."""
+        if self.pool.num_available < 1:  # for the copy of the last page
+            return False
+        size = self.pool.page_size
+        sequence.pages = sequence.leader.pages[: self.pool.pages_for(sequence.prompt_len)]
+        for page in sequence.pages:
+            self.pool.share(page)
+        nodes = self.pool.match(sequence.token_ids, sequence.salt)
+        sequence.prefix_node = nodes[-1] if nodes else self.pool.root
+        sequence.num_remembered_pages = len(nodes)
+        sequence.num_computed_tokens = sequence.prompt_len - 1
+        sequence.num_cached_tokens = sequence.prompt_len // size * size
+        return True
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        heapq.heappush(self._waiting, (sequence.rank, sequence))
+
+    def _dequeue(self, sequence: Sequence) -> None:
+        if sequence.leader is not None and sequence in sequence.leader.forks:
+            sequence.leader.forks.remove(sequence)
+        else:
+            self._waiting.remove((sequence.rank, sequence))
+            heapq.heapify(self._waiting)
+
+    def _release_forks(self, leader: Sequence) -> None:
+        forks, leader.forks = leader.forks, []
+        for fork in forks:
+            self._enqueue(fork)
+
     def _num_pages_missing(self, sequence: Sequence, num_new: int) -> int:
         """Pages to allocate before the sequence can compute its next tokens, copies of shared ones included."""
         num_missing = self.pool.pages_for(sequence.num_computed_tokens + num_new) - len(sequence.pages)
@@ -221,15 +288,16 @@ class Scheduler:
             num_missing += 1
         return num_missing
 
-    def _place(self, sequence: Sequence, num_new: int, schedule: Schedule) -> None:
+    def _place(self, sequence: Sequence, num_new: int, schedule: Schedule, drafts: tuple[int, ...] = ()) -> None:
         context_len = sequence.num_computed_tokens
         first = context_len // self.pool.page_size
         copy = self.pool.make_writable(sequence.pages, first) if first < len(sequence.pages) else None
         while len(sequence.pages) < self.pool.pages_for(context_len + num_new):
             sequence.pages.append(self.pool.allocate())
-        samples = context_len + num_new == sequence.num_tokens
+        samples = context_len + num_new == sequence.num_tokens + len(drafts)
         copies = (copy,) if copy else ()
-        schedule.append(ScheduledSequence(sequence, context_len, num_new, samples, sequence.previous_row, copies))
+        row = sequence.previous_row
+        schedule.append(ScheduledSequence(sequence, context_len, num_new, samples, row, drafts, copies))
 
     def _commit(self, item: ScheduledSequence) -> None:
         """Count an item's tokens as computed and enter the pages they fill into the prefix tree."""

@@ -4,6 +4,8 @@ import enum
 from collections.abc import Collection, Hashable
 from collections.abc import Sequence as Tokens
 
+from flax_paged.generation.drafts import NgramDrafter
+from flax_paged.generation.logit_rules import LogitEntry, LogitRules
 from flax_paged.generation.pages import PrefixNode
 from flax_paged.generation.sampling_params import SamplingParams
 
@@ -34,6 +36,7 @@ class Sequence:
         arrival: Orders sequences of equal priority.
         index: Number of the answer within its request.
         salt: Only sequences of equal salt share cached prefixes.
+        bad_words: Token sequences that must not appear in the answer.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class Sequence:
         arrival: int = 0,
         index: int = 0,
         salt: Hashable = None,
+        bad_words: Tokens[Tokens[int]] = (),
     ):
         self.request_id = request_id
         self.index = index
@@ -56,6 +60,7 @@ class Sequence:
         self.seed = seed
         self.max_num_tokens = max_num_tokens
         self.eos_token_ids = frozenset(eos_token_ids)
+        self.rules = LogitRules(params, self.eos_token_ids | set(params.stop_token_ids), bad_words)
         self.rank = (priority, arrival, index)  # lower goes first and is preempted last
         self.token_ids = list(prompt_token_ids)
         self.prompt_len = len(self.token_ids)
@@ -64,6 +69,9 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
         self.previous_row = 0  # row of the last launched step that samples the pending token
+        self.leader: Sequence | None = None  # answers the same prompt, whose pages this one shares once they are there
+        self.forks: list[Sequence] = []  # those that wait for this one's prompt to be computed
+        self.drafter: NgramDrafter | None = None
         self.salt = salt
         self.prefix_node: PrefixNode | None = None  # of the last page entered into the prefix tree
         self.num_remembered_pages = 0
@@ -84,6 +92,14 @@ class Sequence:
             return 0
         return self.num_tokens - self.num_computed_tokens
 
+    def draft(self) -> tuple[int, ...]:
+        """Guess tokens that may follow the known ones, if the sequence is decoding and may have them."""
+        is_decoding = self.num_uncomputed_tokens == 1 and not self.num_pending_tokens
+        if self.drafter is None or not is_decoding:
+            return ()
+        # The last token it may have is sampled, never guessed.
+        return self.drafter.propose(self.token_ids)[: self.max_num_tokens - 1 - self.num_tokens]
+
     @property
     def output_token_ids(self) -> list[int]:
         """The answer's known tokens."""
@@ -93,6 +109,17 @@ class Sequence:
     def is_finished(self) -> bool:
         """Whether the answer is complete or aborted."""
         return self.status is Status.FINISHED
+
+    def logit_entries(self, num_tokens: int, draft_token_ids: Tokens[int] = ()) -> list[LogitEntry]:
+        """Return how the logits of the token after the first `num_tokens` are changed.
+
+        Args:
+            num_tokens: Tokens before it, pending and draft ones included.
+            draft_token_ids: Guesses that follow the known tokens.
+        """
+        output = [*self.token_ids[self.prompt_len :], *draft_token_ids]
+        num_output = num_tokens - self.prompt_len
+        return self.rules.entries(output[:num_output], num_output)
 
     def append(self, token_id: int) -> None:
         """Take a sampled token, and set the finish reason if it is the last."""

@@ -1,5 +1,6 @@
 """Sampling on the device against exact distributions from numpy."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,23 +9,26 @@ import numpy as np
 import pytest
 
 from flax_paged.generation import sampling
-from flax_paged.generation.sampling import SamplingInputs, sample
+from flax_paged.generation.sampling import sample
+from flax_paged.generation.sampling_inputs import build_sampling_inputs
 
 
-def make_inputs(num_rows, **fields):
-    defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    dtypes = {"top_k": np.int32}
+def make_inputs(num_rows, *, seeds=None, counters=0, **fields):
+    """SamplingInputs with everything off but the fields given, which may be one value for all rows."""
+    off = build_sampling_inputs([], num_rows, max_history=8, max_entries=4)
     arrays = {
-        name: np.broadcast_to(np.asarray(fields.get(name, value), dtypes.get(name, np.float32)), num_rows)
-        for name, value in defaults.items()
+        name: np.broadcast_to(np.asarray(value, getattr(off, name).dtype), num_rows) for name, value in fields.items()
     }
-    seeds = np.zeros((num_rows, 2), np.uint32)
-    seeds[:, 1] = np.broadcast_to(fields.get("seeds", np.arange(num_rows)), num_rows)
-    counters = np.broadcast_to(np.asarray(fields.get("counters", 0), np.uint32), num_rows)
-    return SamplingInputs(seeds=seeds, counters=counters, **arrays)
+    arrays.setdefault("temperature", np.ones(num_rows, np.float32))
+    halves = np.zeros((num_rows, 2), np.uint32)
+    halves[:, 1] = np.arange(num_rows) if seeds is None else seeds
+    counters = np.broadcast_to(np.asarray(counters, np.uint32), num_rows)
+    return dataclasses.replace(off, seeds=halves, counters=counters, **arrays)
 
 
-draw = jax.jit(sample)
+@jax.jit
+def draw(logits, inputs):
+    return sample(logits, inputs, np.zeros(logits.shape[0], np.int32)).token_ids
 
 
 def exact_distribution(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
@@ -86,7 +90,11 @@ def test_distribution_is_exact(options, vocab_size, num_candidates, monkeypatch)
     if any(name != "temperature" for name in options):
         scaled = compiled("_thresholds", num_candidates)(rows[:1] / temperature, make_inputs(1, **options))
         assert ((logits / np.float32(temperature) >= np.asarray(scaled)[0]) == (p > 0)).all()
-    tokens = np.asarray(compiled("sample", num_candidates)(rows, make_inputs(num_rows, **options)))
+    tokens = np.asarray(
+        compiled("sample", num_candidates)(
+            rows, make_inputs(num_rows, **options), np.zeros(num_rows, np.int32)
+        ).token_ids
+    )
     statistic, limit = chi_square(np.bincount(tokens, minlength=vocab_size), p)
     assert statistic < limit
 
