@@ -44,8 +44,19 @@ def rope_tables(
         frequencies = jnp.asarray(inverse_frequencies(config, head_dim, max_position_embeddings))
         frequencies = frequencies.reshape((1,) * positions.ndim + frequencies.shape)
     phases = positions.astype(jnp.float32)[..., None] * frequencies  # f32[..., rotary_dim / 2]
-    scale = attention_factor(config, max_position_embeddings)
-    return jnp.cos(phases) * scale, jnp.sin(phases) * scale
+    return _cos_sin_once(phases, attention_factor(config, max_position_embeddings))
+
+
+def _cos_sin_once(phases: jax.Array, scale: float) -> tuple[jax.Array, jax.Array]:
+    """Return `scale * (cos, sin)`, kept from being fused into every layer, where each head would compute it anew."""
+
+    def cos_sin(phases):
+        return jnp.cos(phases) * scale, jnp.sin(phases) * scale
+
+    if jax.default_backend() == "cpu":
+        # XLA:CPU drops optimization barriers, but it fuses nothing into or out of a branch. Both are the same.
+        return jax.lax.cond(jnp.all(phases >= 0), cos_sin, cos_sin, phases)
+    return jax.lax.optimization_barrier(cos_sin(phases))
 
 
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

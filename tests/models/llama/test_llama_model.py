@@ -1,3 +1,5 @@
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from llama_tools import (
     abstract_llama,
     call,
     dense_logits,
+    flat_arrays,
     leaves_hold_tracers,
     random_llama,
     rope_of_every_type,
@@ -283,6 +286,22 @@ def test_a_cache_is_written_under_nnx_jit_without_a_leak():
         )
     np.testing.assert_allclose(out, dense_logits(random_llama(tiny_config(num_hidden_layers=1)), tokens_of(8)), **EXACT)
     assert not leaves_hold_tracers(model)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 8, 56])
+def test_the_compiled_step_neither_copies_weights_nor_repeats_the_tables(dtype, num_tokens):
+    """No weight is copied, transposed or widened, and cos and sin are computed once (in two branches)."""
+    config = tiny_config(num_hidden_layers=3, tie_word_embeddings=True)
+    run = PagedRun(random_llama(config, dtype=dtype), [64], max_num_tokens=num_tokens)
+    metadata = build_metadata([SequenceSlice(run.pages[0].tolist(), 0, num_tokens)], **run.shape)
+    text = run.step.lower(tokens_of(num_tokens), metadata).compile().as_text()
+    shapes = {array.shape for path, array in flat_arrays(random_llama(config)).items() if array.ndim == 2}
+    entry = text[text.index("ENTRY") :]
+    for a, b in (order for shape in shapes for order in (shape, shape[::-1])):
+        assert not re.search(rf" = \w+\[{a},{b}\]\S* (?!parameter)", entry), (a, b)
+    assert 1 <= text.count(" cosine(") <= 2
+    assert 1 <= text.count(" sine(") <= 2
 
 
 def test_dtype_of_parameters_is_dtype_of_activations():
