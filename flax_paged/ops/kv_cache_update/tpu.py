@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from flax_paged.ops.tpu_platform import interpret_params
 
 # Enough copies in flight to hide the latency of one (about a microsecond) behind the issue of the others.
-_DEFAULT_SLICES_IN_FLIGHT = 16
+SLICES_IN_FLIGHT = 16
 
 
 def kv_cache_update_tpu(
@@ -41,12 +41,10 @@ def kv_cache_update_tpu(
     Returns:
         The cache, in the buffer of `kv_pages` where that is donated.
     """
-    num_pages, page_size, num_rows, padded_head_dim = kv_pages.shape
-    slices_in_flight = num_slices_per_kv_cache_update_block or _DEFAULT_SLICES_IN_FLIGHT
-    new_rows = interleave_kv(k, v, padded_head_dim).astype(kv_pages.dtype)
+    slices_in_flight = num_slices_per_kv_cache_update_block or SLICES_IN_FLIGHT
+    new_rows = interleave_kv(k, v, kv_pages.shape[3]).astype(kv_pages.dtype)
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    slots = kv_pages.reshape(num_pages * page_size, num_rows, padded_head_dim)
-    slots = pl.pallas_call(
+    return pl.pallas_call(
         _kv_cache_update_kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
@@ -55,13 +53,12 @@ def kv_cache_update_tpu(
             out_specs=hbm,
             scratch_shapes=[pltpu.SemaphoreType.DMA((slices_in_flight,))],
         ),
-        out_shape=jax.ShapeDtypeStruct(slots.shape, slots.dtype),
-        # The two prefetched arguments count: 3 is `slots`.
+        out_shape=jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype),
+        # The two prefetched arguments count: 3 is `kv_pages`.
         input_output_aliases={3: 0},
         interpret=interpret_params(interpret),
         name="kv_cache_update",
-    )(slot_mapping.reshape(-1), num_kv_update_slices, new_rows, slots)
-    return slots.reshape(kv_pages.shape)
+    )(slot_mapping.reshape(-1), num_kv_update_slices, new_rows, kv_pages)
 
 
 def interleave_kv(k: jax.Array, v: jax.Array, padded_head_dim: int) -> jax.Array:
@@ -79,29 +76,44 @@ def _kv_cache_update_kernel(
     new_rows_hbm_ref,  # [num_tokens, 2 * num_kv_heads, padded_head_dim]
     _,  # the cache, aliased to the output
     # Output
-    slots_hbm_ref,  # [num_pages * page_size, 2 * num_kv_heads, padded_head_dim]
+    kv_pages_hbm_ref,  # [num_pages, page_size, 2 * num_kv_heads, padded_head_dim]
     # Scratch
     sems,  # one for each copy in flight
 ):
-    num_columns = slot_mapping_ref.shape[0] // 3
-    slices_in_flight = sems.shape[0]
-    num_slices = num_slices_ref[0]
+    start_slices(slot_mapping_ref, num_slices_ref, new_rows_hbm_ref, kv_pages_hbm_ref, sems)
+    wait_for_slices(slot_mapping_ref, num_slices_ref, new_rows_hbm_ref, kv_pages_hbm_ref, sems)
 
-    def copy(i):
-        slot, token, length = (slot_mapping_ref[row * num_columns + i] for row in range(3))
-        return pltpu.make_async_copy(
-            new_rows_hbm_ref.at[pl.ds(token, length)],
-            slots_hbm_ref.at[pl.ds(slot, length)],
-            sems.at[lax.rem(i, slices_in_flight)],
-        )
+
+def start_slices(slot_mapping_ref, num_slices_ref, new_rows_hbm_ref, kv_pages_hbm_ref, sems):
+    """Start all copies; the last ones, as many as there are semaphores, are left for `wait_for_slices`."""
+    in_flight = sems.shape[0]
 
     def start(i, _):
         # The copy that used this semaphore before has to be done first.
-        pl.when(i >= slices_in_flight)(lambda: copy(i - slices_in_flight).wait())
-        copy(i).start()
+        old = jnp.maximum(i - in_flight, 0)
+        old_copy = _slice_copy(slot_mapping_ref, new_rows_hbm_ref, kv_pages_hbm_ref, sems, old)
+        pl.when(i >= in_flight)(old_copy.wait)
+        _slice_copy(slot_mapping_ref, new_rows_hbm_ref, kv_pages_hbm_ref, sems, i).start()
 
-    lax.fori_loop(0, num_slices, start, None)
-    first_in_flight = jnp.maximum(num_slices - slices_in_flight, 0)
-    lax.fori_loop(first_in_flight, num_slices, lambda i, _: copy(i).wait(), None)
+    lax.fori_loop(0, num_slices_ref[0], start, None)
 
 
+def wait_for_slices(slot_mapping_ref, num_slices_ref, new_rows_hbm_ref, kv_pages_hbm_ref, sems):
+    """Wait for the copies that `start_slices` left in flight."""
+
+    def wait(i, _):
+        _slice_copy(slot_mapping_ref, new_rows_hbm_ref, kv_pages_hbm_ref, sems, i).wait()
+
+    lax.fori_loop(jnp.maximum(num_slices_ref[0] - sems.shape[0], 0), num_slices_ref[0], wait, None)
+
+
+def _slice_copy(slot_mapping_ref, new_rows_hbm_ref, kv_pages_hbm_ref, sems, i):
+    num_columns, page_size = slot_mapping_ref.shape[0] // 3, kv_pages_hbm_ref.shape[1]
+    slot, token, length = (slot_mapping_ref[row * num_columns + i] for row in range(3))
+    # Page and offset apart: a slice never crosses a page, and the number of elements may pass 2**31.
+    page, offset = lax.div(slot, page_size), lax.rem(slot, page_size)
+    return pltpu.make_async_copy(
+        new_rows_hbm_ref.at[pl.ds(token, length)],
+        kv_pages_hbm_ref.at[page, pl.ds(offset, length)],
+        sems.at[lax.rem(i, sems.shape[0])],
+    )

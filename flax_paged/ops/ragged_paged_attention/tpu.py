@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from flax_paged.ops.kv_cache_update.tpu import SLICES_IN_FLIGHT, interleave_kv
 from flax_paged.ops.ragged_paged_attention import tpu_kernel
 from flax_paged.ops.ragged_paged_attention.block_sizes import (
     SMEM_BUDGET,
@@ -37,7 +38,8 @@ def ragged_paged_attention_tpu(
     vmem_limit_bytes: int | None = None,
     max_query_len: int | None = None,
     interpret: Any = False,
-) -> jax.Array:
+    update: tuple[jax.Array, jax.Array, jax.Array, jax.Array] | None = None,
+) -> Any:
     """Attend over a ragged batch with the Pallas TPU kernel; see `ragged_paged_attention` for the meaning.
 
     Args:
@@ -57,9 +59,11 @@ def ragged_paged_attention_tpu(
         vmem_limit_bytes: VMEM that the kernel may use; None means the generation's budget.
         max_query_len: 1 compiles only the decode path; otherwise an upper bound or None.
         interpret: False, True, or a `pltpu.InterpretParams`.
+        update: k, v, slot_mapping and num_kv_update_slices as in `kv_cache_update`, written to the cache first; or None.
 
     Returns:
-        [num_tokens, num_q_heads, head_dim]; rows past the last query are zeros.
+        [num_tokens, num_q_heads, head_dim]; rows past the last query are zeros. With `update`, also the cache, in the
+        buffer of `kv_pages` where that is donated.
 
     Raises:
         ValueError: Shapes, dtypes or block sizes that the kernel cannot take.
@@ -103,9 +107,10 @@ def ragged_paged_attention_tpu(
         edge_chunk=blocks.edge_chunk,
         compute_dtype=jnp.promote_types(q.dtype, kv_pages.dtype),
         interpret=interpret is not False,
+        has_update=update is not None,
     )
     padding = ((0, 0), (0, padded_rows(num_q_heads) - num_q_heads), (0, padded_head_dim - head_dim))
-    out = _call(
+    out, *updated = _call(
         config,
         jnp.pad(q, padding),
         kv_pages,
@@ -118,8 +123,10 @@ def ragged_paged_attention_tpu(
         out_dtype=out_dtype,
         vmem_limit_bytes=blocks.vmem_limit_bytes,
         interpret=interpret,
+        update=update,
     )
-    return out[:, :num_q_heads, :head_dim]
+    out = out[:, :num_q_heads, :head_dim]
+    return (out, *updated) if updated else out
 
 
 def _check(q, kv_pages, out_dtype):
@@ -143,8 +150,51 @@ def _check_smem(problem, max_num_seqs):
 
 
 def _call(
-    config, q, kv_pages, block_tables, seq_lens, query_start_loc, num_seqs, *, out_dtype, vmem_limit_bytes, interpret
+    config,
+    q,
+    kv_pages,
+    block_tables,
+    seq_lens,
+    query_start_loc,
+    num_seqs,
+    *,
+    out_dtype,
+    vmem_limit_bytes,
+    interpret,
+    update,
 ):
+    scalars, operands = [seq_lens, query_start_loc, num_seqs], [q, block_tables, kv_pages]
+    out_shape, aliases = [jax.ShapeDtypeStruct(q.shape, out_dtype)], {}
+    if update is not None:
+        k, v, slot_mapping, num_kv_update_slices = update
+        new_rows = interleave_kv(k, v, kv_pages.shape[3]).astype(kv_pages.dtype)
+        scalars += [slot_mapping.reshape(-1), num_kv_update_slices]
+        operands.insert(2, new_rows)
+        out_shape.append(jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype))
+        aliases = {len(scalars) + 3: 1}
+    if interpret is False:
+        # XLA likes to place small operands in VMEM, from where a "copy" to VMEM is a loop of vector loads and stores.
+        operands = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in operands]
+    hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    return pl.pallas_call(
+        functools.partial(tpu_kernel.ragged_paged_attention_kernel, config=config),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(1,),
+            in_specs=[hbm] * len(operands),
+            out_specs=[hbm] * len(out_shape),
+            scratch_shapes=_scratch_shapes(config, q, kv_pages, block_tables.shape[1], out_dtype),
+        ),
+        out_shape=out_shape,
+        input_output_aliases=aliases,
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=vmem_limit_bytes, disable_bounds_checks=True),
+        interpret=interpret_params(interpret),
+        name="ragged_paged_attention",
+    )(*scalars, *operands)
+
+
+def _scratch_shapes(config, q, kv_pages, pages_per_seq, out_dtype):
+    """Scratch in the order of `Refs.ordered`; `block_sizes.vmem_bytes` counts the same buffers."""
     _, num_q_rows, head_dim = q.shape
     smem, vmem, dma = pltpu.SMEM, pltpu.VMEM, pltpu.SemaphoreType.DMA
     kv_rows = padded_rows(kv_pages.shape[2])
@@ -152,7 +202,7 @@ def _call(
     values_packing = 4 // kv_pages.dtype.itemsize
     q_block = (config.queries_per_block, num_q_rows, head_dim)
     scratch = [
-        smem((2 * block_tables.shape[1],), jnp.int32),
+        smem((2 * pages_per_seq,), jnp.int32),
         smem((2,), jnp.int32),
         vmem((2, config.tokens_per_block, kv_rows, head_dim), kv_pages.dtype),
         vmem((3, *q_block), q.dtype),
@@ -172,18 +222,6 @@ def _call(
             vmem((*rows, tpu_kernel.NUM_LANES), jnp.float32),
             vmem((*rows, head_dim), jnp.float32),
         ]
-    hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    operands = (q, kv_pages, block_tables)
-    if interpret is False:
-        # XLA likes to place small operands in VMEM, from where a "copy" to VMEM is a loop of vector loads and stores.
-        operands = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in operands]
-    return pl.pallas_call(
-        functools.partial(tpu_kernel.ragged_paged_attention_kernel, config=config),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3, grid=(1,), in_specs=[hbm] * 3, out_specs=hbm, scratch_shapes=scratch
-        ),
-        out_shape=jax.ShapeDtypeStruct(q.shape, out_dtype),
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=vmem_limit_bytes, disable_bounds_checks=True),
-        interpret=interpret_params(interpret),
-        name="ragged_paged_attention",
-    )(seq_lens, query_start_loc, num_seqs, *operands)
+    if config.has_update:
+        scratch.append(dma((SLICES_IN_FLIGHT,)))
+    return scratch

@@ -16,11 +16,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from flax_paged.ops.kv_cache_update.tpu import start_slices, wait_for_slices
+
 LOG2_E = math.log2(math.e)
 MASK_VALUE = -0.7 * float(jnp.finfo(jnp.float32).max)
 NUM_LANES = 128
 # Rows of K or V that the decode path hands to the matrix unit at a time.
 TILE_ROWS = 256
+# Above this many pages a block, their copies are issued by a loop.
+MAX_UNROLLED_PAGES = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +45,7 @@ class KernelConfig:
     edge_chunk: int  # tokens of a partly live block that the decode path handles at a time
     compute_dtype: Any
     interpret: bool
+    has_update: bool = False  # write new keys and values before attending
 
     @property
     def tokens_per_block(self) -> int:
@@ -107,18 +112,46 @@ class Refs:
     m: Any = None  # f32[num_kv_heads, num_queries_per_kv * queries_per_block, 128]
     l: Any = None  # noqa: E741  # the same
     acc: Any = None  # f32[num_kv_heads, num_queries_per_kv * queries_per_block, head_dim]
+    # With update only.
+    slot_mapping: Any = None  # i32[3 * U], SMEM
+    num_slices: Any = None  # i32[1], SMEM
+    new_rows_hbm: Any = None  # [num_tokens, 2 * num_kv_heads, head_dim]
+    update_sems: Any = None
+
+    @classmethod
+    def ordered(cls, refs, *, decode_only, has_update):
+        """Name the kernel's arguments, which come as prefetched scalars, inputs, outputs, scratch."""
+        names = ["seq_lens", "query_start_loc", "num_seqs"]
+        names += ["slot_mapping", "num_slices"] if has_update else []
+        names += ["q_hbm", "block_tables_hbm"]
+        # With update, kv_pages is an aliased output: named twice, the output is kept.
+        names += ["new_rows_hbm", "kv_pages_hbm", "out_hbm", "kv_pages_hbm"] if has_update else ["kv_pages_hbm", "out_hbm"]
+        names += ["table", "out_rows", "kv", "q", "out", "scores", "values"]
+        names += ["table_sems", "kv_sems", "q_sems", "out_sems"]
+        names += [] if decode_only else ["q_rows", "k_rows", "v_rows", "m", "l", "acc"]
+        names += ["update_sems"] if has_update else []
+        return cls(**dict(zip(names, refs, strict=True)))
+
+    @property
+    def update(self):
+        """The arguments of `start_slices` and `wait_for_slices`."""
+        return self.slot_mapping, self.num_slices, self.new_rows_hbm, self.kv_pages_hbm, self.update_sems
 
 
 def ragged_paged_attention_kernel(*refs, config: KernelConfig):
-    """Attend over the paged cache; `refs` are the fields of `Refs`, in their order."""
-    refs = Refs(*refs)
+    """Attend over the paged cache, after writing the step's keys and values to it if so configured."""
+    refs = Refs.ordered(refs, decode_only=config.decode_only, has_update=config.has_update)
     num_seqs = refs.num_seqs[0]
+    if config.has_update:
+        start_slices(*refs.update)
     for slot in range(2):
         refs.out_rows[slot] = 0
     pl.when(num_seqs > 0)(lambda: _table_copy(refs, 0).start())
     # The page buffers hold finite numbers at all times (`_clean_block` does the rest): a masked key has weight zero, and
     # zero times NaN would be NaN.
     refs.kv[...] = jnp.zeros_like(refs.kv)
+    if config.has_update:
+        wait_for_slices(*refs.update)
 
     # What is fetched next, two blocks ahead of the one at work: sequence, item, slot of the item's queries, index in
     # refs.table of its next page, number of pages left. This one stands before the first item.
@@ -472,6 +505,9 @@ def _decode_whole_block(config, refs, q, buffer, fetch, m, l, acc):  # noqa: E74
     """Fold a block whose keys are all live, and start to refill the buffer as soon as it is read."""
 
     def refill():
+        if config.pages_per_block > MAX_UNROLLED_PAGES:
+            _start_pages(config, refs, buffer, fetch)
+            return
         # Branch-free: the compiler predicates the copies and places them among the vector work.
         for j in range(config.pages_per_block):
             pl.when(j < fetch[1])(lambda j=j: _page_copy(config, refs, buffer, fetch, j).start())
