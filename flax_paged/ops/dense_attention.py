@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from flax_paged.ops import dispatch
+
 
 def dense_attention(
     q: jax.Array,
@@ -58,7 +60,7 @@ def dense_attention(
         mask &= segment_ids[:, :, None] == segment_ids[:, None, :]
     mask = mask[:, None, None]
 
-    dtype = jnp.promote_types(q.dtype, k.dtype)
+    dtype = dispatch.product_dtype(q, k)
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
     grouped_q = q.astype(dtype).reshape(batch, num_queries, num_kv_heads, num_q_heads // num_kv_heads, head_dim)
     scores = jnp.einsum(

@@ -29,6 +29,11 @@ def choose_implementation(implementation: str | None, *, kernel_can: bool) -> st
     return implementation
 
 
+def product_dtype(a: jax.Array, b: jax.Array) -> Any:
+    """Return the dtype in which two arrays are multiplied: their own if they agree, else float32."""
+    return a.dtype if a.dtype == b.dtype else jnp.dtype(jnp.float32)
+
+
 def refuse(**arguments: Any) -> None:
     """Raise NotImplementedError for each argument that is not None: features of a later version."""
     for name, value in arguments.items():

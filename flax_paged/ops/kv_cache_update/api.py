@@ -55,6 +55,11 @@ def kv_cache_update(
     dispatch.check_dtype("k", k, dispatch.FLOAT_DTYPES)
     dispatch.check_dtype("v", v, (k.dtype,))
     dispatch.check_kv_pages(kv_pages, k.shape[1], k.shape[2])
+    if kv_pages.shape[0] * kv_pages.shape[1] >= 2**31:
+        raise ValueError(
+            f"kv_pages has {kv_pages.shape[0]} pages of {kv_pages.shape[1]} tokens: expected fewer than 2**31 slots,"
+            " which slot_mapping numbers in int32."
+        )
     dispatch.check_shape("slot_mapping", slot_mapping, (3, "U"))
     dispatch.check_shape("num_kv_update_slices", num_kv_update_slices, (1,))
     dispatch.check_int32(slot_mapping=slot_mapping, num_kv_update_slices=num_kv_update_slices)

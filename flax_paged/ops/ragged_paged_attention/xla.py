@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from flax_paged.ops import dispatch
+
 # Fresh buffers larger than a few MB fault in every page at every call on a CPU, so gathered keys and values stay below.
 _GATHER_BYTES = 4 * 2**20
 _TURN_BYTES = 2 * 2**20
@@ -39,8 +41,8 @@ def ragged_paged_attention(
 ) -> jax.Array:
     """Attend over live pages; see `api.ragged_paged_attention`."""
     num_tokens = q.shape[0]
-    compute_dtype = jnp.promote_types(q.dtype, kv_pages.dtype)
-    cache = _Cache(kv_pages, block_tables, q.shape[2], compute_dtype)
+    with jax.numpy_dtype_promotion("standard"):  # a float32 cache under bfloat16 queries is meant, whatever the setting
+        cache = _Cache(kv_pages, block_tables, q.shape[2], dispatch.product_dtype(q, kv_pages))
     scorer = _Scorer(sm_scale, sliding_window, soft_cap)
     is_live = jnp.arange(seq_lens.shape[0], dtype=jnp.int32) < num_seqs
     query_lens = jnp.where(is_live, query_start_loc[1:] - query_start_loc[:-1], 0)
