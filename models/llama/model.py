@@ -138,7 +138,8 @@ class Llama(nnx.Module):
         rngs: Source of initial weights (stream "params").
         dtype: Dtype of the parameters.
         cache: Shape of each layer's cache, or None; `init_cache` gives one later.
-        mesh: Device mesh that attention splits its heads over, or None for one device.
+        mesh: Device mesh that attention splits its heads over, or None for one device. The parameters are placed by who
+            fills them (`load_model`, or `flax_paged.sharding.param_shardings`).
         implementation: Passed to the ops: None chooses by platform.
 
     Raises:

@@ -47,6 +47,8 @@ def test_what_is_left_out():
     assert RopeConfig.from_hf(yarn).original_max_position_embeddings == 64
     top = {**yarn, "original_max_position_embeddings": 16}
     assert RopeConfig.from_hf(top).original_max_position_embeddings == 16
+    both = {**top, "rope_scaling": {**yarn["rope_scaling"], "original_max_position_embeddings": 32}}
+    assert RopeConfig.from_hf(both).original_max_position_embeddings == 16  # as in transformers, the top level wins
     assert RopeConfig.from_hf({"partial_rotary_factor": 0.5}).partial_rotary_factor == 0.5
 
 

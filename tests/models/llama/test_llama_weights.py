@@ -1,9 +1,20 @@
+import jax
 import numpy as np
 import pytest
-from llama_tools import MemorySource, abstract_llama, dense_logits, flat_arrays, random_llama, tiny_config, tokens_of
+from flax import nnx
+from llama_tools import (
+    MemorySource,
+    PagedRun,
+    abstract_llama,
+    dense_logits,
+    flat_arrays,
+    random_llama,
+    tiny_config,
+    tokens_of,
+)
 
 from flax_paged.checkpoint.assign import assign
-from flax_paged.models.llama import gguf_ignorable, gguf_rules, hf_ignorable, hf_rules
+from flax_paged.models.llama import Llama, gguf_ignorable, gguf_rules, hf_ignorable, hf_rules
 
 CONFIGS = {
     "plain": tiny_config(),
@@ -182,3 +193,19 @@ def test_head_dim_sets_the_shapes():
     assert shapes[prefix + "o_proj.weight"] == (64, 128)
     with pytest.raises(ValueError, match=r"(?s)wrong shape.*q_proj"):
         load(tiny_config(hidden_size=64), hf_tensors(config))
+
+
+def test_two_devices_give_the_numbers_of_one():
+    """Heads, MLP and vocabulary split by the weights' logical axes, in both forms."""
+    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    config = CONFIGS["biases"]
+    tensors, tokens = hf_tensors(config), tokens_of(9)
+    abstract = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0), mesh=mesh))
+    split = assign(abstract, MemorySource(tensors), hf_rules(config), mesh=mesh, progress=False)
+    assert split.layers[0].mlp.gate_proj.weight[...].sharding.shard_shape((80, 48)) == (40, 48)
+    assert split.layers[0].self_attn.o_proj.weight[...].sharding.shard_shape((48, 64)) == (48, 32)
+    expected = dense_logits(load(config, tensors), tokens)
+    np.testing.assert_allclose(dense_logits(split, tokens), expected, rtol=0, atol=1e-4)
+    run = PagedRun(split, [9])
+    np.testing.assert_allclose(run({0: tokens[:8]})[0], expected[:8], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(run({0: tokens[8:]})[0][0], expected[8], rtol=0, atol=1e-4)
