@@ -71,8 +71,8 @@ def expected(model):
     ],
     ids=str,
 )
-def test_greedy_tokens_are_those_of_full_recomputation(model, expected, options):
-    engine = make_engine(model, **options)
+def test_greedy_tokens_are_those_of_full_recomputation(expected, options, shared_engine):
+    engine = shared_engine(**options)
     fill_cache(engine, jnp.nan)  # no unwritten slot may be read
     assert tokens_of(engine.generate(PROMPTS, GREEDY)) == expected
     for prompt, tokens in zip(PROMPTS[2:5], expected[2:5], strict=True):
@@ -80,9 +80,9 @@ def test_greedy_tokens_are_those_of_full_recomputation(model, expected, options)
     assert engine.scheduler.pool.num_live == 0
 
 
-def test_preemption_changes_no_token(model, expected):
+def test_preemption_changes_no_token(expected, shared_engine):
     """Six pages of 4 and two requests of 8 + 12 tokens."""
-    engine = make_engine(model, num_pages=6, enable_prefix_caching=False)
+    engine = shared_engine(num_pages=6, enable_prefix_caching=False)
     prompts = make_prompts(8, 8)
     for params in (GREEDY, SAMPLED):
         alone = [engine.generate([prompt], params)[0] for prompt in prompts]
@@ -92,16 +92,16 @@ def test_preemption_changes_no_token(model, expected):
         assert sum(output.metrics.num_preemptions for output in alone) == 0
 
 
-def test_seeded_request_is_the_same_in_any_company(model):
+def test_seeded_request_is_the_same_in_any_company(shared_engine):
     prompt = PROMPTS[4]
-    engine = make_engine(model)
+    engine = shared_engine()
     alone = tokens_of(engine.generate([prompt], SAMPLED))[0]
     unseeded = SamplingParams(temperature=0.8, max_tokens=12)
     for position in (0, 5):
         prompts, params = list(PROMPTS[:6]), [unseeded, GREEDY, SAMPLED, unseeded, unseeded, unseeded]
         prompts[position], params[position] = prompt, SAMPLED
         assert tokens_of(engine.generate(prompts, params))[position] == alone
-    other = make_engine(model, page_size=16, max_num_seqs=2, max_num_batched_tokens=64)
+    other = shared_engine(page_size=16, max_num_seqs=2, max_num_batched_tokens=64)
     assert tokens_of(other.generate([prompt], SAMPLED))[0] == alone
 
 
@@ -112,8 +112,8 @@ def test_unseeded_requests_differ_and_engine_seed_reproduces_them(model):
     assert len({tuple(tokens) for tokens in runs[0]}) == 4
 
 
-def test_mixed_temperatures(model, expected):
-    engine = make_engine(model)
+def test_mixed_temperatures(expected, shared_engine):
+    engine = shared_engine()
     params = [SamplingParams(temperature=t, top_p=0.9, top_k=5, seed=3, max_tokens=12) for t in (0.0, 1e-8, 0.7)]
     mixed = tokens_of(engine.generate([PROMPTS[4]] * 3, params))
     assert mixed[0] == mixed[1] == expected[4]
@@ -178,8 +178,8 @@ def test_stop_token_ids():
     assert (answer.token_ids, answer.text, answer.finish_reason, answer.stop_reason) == ([3, 4, 5], "CD", "stop", 5)
 
 
-def test_length_limits(model):
-    engine = make_engine(model)
+def test_length_limits(shared_engine):
+    engine = shared_engine()
     assert len(tokens_of(engine.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=1)))[0]) == 1
     long = engine.generate([PROMPTS[7]], SamplingParams(temperature=0, max_tokens=None))[0]
     assert len(long.outputs[0].token_ids) == 64 - 40 and long.outputs[0].finish_reason == "length"
@@ -202,8 +202,8 @@ def test_stream_gives_the_pieces_of_generate(model):
         assert (texts[i], tokens[i]) == (output.outputs[0].text, output.outputs[0].token_ids)
 
 
-def test_requests_may_come_and_go_while_others_run(model, expected):
-    engine = make_engine(model)
+def test_requests_may_come_and_go_while_others_run(expected, shared_engine):
+    engine = shared_engine()
     got = {}
     names = [engine.add_request(prompt, GREEDY) for prompt in PROMPTS[:4]]
     for step in range(200):
@@ -219,16 +219,16 @@ def test_requests_may_come_and_go_while_others_run(model, expected):
     assert len(got.get(names[1], [])) < 12 and engine.scheduler.pool.num_live == 0
 
 
-def test_closing_a_stream_aborts_its_requests(model):
-    engine = make_engine(model)
+def test_closing_a_stream_aborts_its_requests(shared_engine):
+    engine = shared_engine()
     stream = engine.stream(PROMPTS[:2], GREEDY)
     next(stream)
     stream.close()
     assert not engine.has_unfinished_requests and engine.scheduler.pool.num_live == 0
 
 
-def test_generate_inside_a_stream(model, expected):
-    engine = make_engine(model)
+def test_generate_inside_a_stream(expected, shared_engine):
+    engine = shared_engine()
     stream = engine.stream([PROMPTS[2]], GREEDY)
     tokens = list(next(stream).outputs[0].token_ids)
     assert tokens_of(engine.generate([PROMPTS[5]], GREEDY)) == [expected[5]]
@@ -387,8 +387,8 @@ def test_no_bucket_is_larger_than_the_budget(model):
         ),
     ],
 )
-def test_bad_prompt_is_refused_and_the_others_go_on(model, expected, prompt, params, message):
-    engine = make_engine(model, num_pages=10)
+def test_bad_prompt_is_refused_and_the_others_go_on(expected, prompt, params, message, shared_engine):
+    engine = shared_engine(num_pages=10)
     engine.add_request(PROMPTS[3], GREEDY)
     pieces = engine.step() + engine.step()
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -432,18 +432,19 @@ def test_model_without_logits_is_refused():
         make_engine(Hidden([1, 2]))
 
 
-def test_lists_of_unequal_length_are_refused(model):
+def test_lists_of_unequal_length_are_refused(shared_engine):
     with pytest.raises(ValueError, match="2 prompts but 1 sampling_params"):
-        make_engine(model).generate([[1], [2]], [GREEDY])
+        shared_engine().generate([[1], [2]], [GREEDY])
     with pytest.raises(TypeError, match="expected SamplingParams"):
-        make_engine(model).generate([[1]], [{"temperature": 0}])
+        shared_engine().generate([[1]], [{"temperature": 0}])
 
 
-def test_request_id_in_use_is_refused(model):
-    engine = make_engine(model)
+def test_request_id_in_use_is_refused(shared_engine):
+    engine = shared_engine()
     engine.add_request([1], request_id="a")
     with pytest.raises(ValueError, match="request_id='a' is in use"):
         engine.add_request([1], request_id="a")
+    engine.abort("a")
 
 
 def test_default_pool_is_enough_for_one_sequence_at_least(model):
