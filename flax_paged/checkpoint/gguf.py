@@ -1,13 +1,13 @@
 """GGUF files as a tensor source: dequantised one tensor at a time, with a Hugging Face style config and tokenizer."""
 
+import functools
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from flax_paged.checkpoint.gguf_header import TensorInfo, read_gguf_header
 from flax_paged.checkpoint.gguf_tokenizer import tokenizer_files
 
 _UNQUANTISED = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
@@ -17,6 +17,15 @@ _ROWS_BYTES = 4 << 20  # dequantise about this much float32 at a time: the numpy
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 # (low_freq_factor, high_freq_factor, original_max_position_embeddings) of the llama3 rope scaling seen in releases.
 _LLAMA3_ROPE = [(1.0, 4.0, context) for context in (8192, 4096, 2048, 16384, 32768, 131072)]
+
+
+class _Tensor(NamedTuple):
+    """Where a tensor lies: shape, slowest axis first; storage type, gguf's enum; first byte and number of bytes."""
+
+    shape: tuple[int, ...]
+    kind: Any
+    start: int
+    num_bytes: int
 
 
 class GGUFSource:
@@ -39,16 +48,8 @@ class GGUFSource:
             raise ImportError('reading a GGUF file needs the gguf package: pip install "flax-paged[gguf]"') from None
         self._gguf = gguf
         self.path = Path(path)
-        self.metadata, tensors = read_gguf_header(self.path)
-        self._tensors = {info.name: info for info in tensors}
-        size = self.path.stat().st_size
-        for info in tensors:
-            end = info.offset + self._num_bytes(info)
-            if end > size:
-                raise ValueError(
-                    f"{self.path}: cut off: tensor {info.name} ends at byte {end}, the file at {size}. "
-                    "Download it again."
-                )
+        status = self.path.stat()
+        self.metadata, self._tensors = _read_header(self.path, status.st_size, status.st_mtime_ns)
 
     def __str__(self) -> str:
         return str(self.path)
@@ -63,7 +64,7 @@ class GGUFSource:
 
     def dtype(self, name: str) -> np.dtype:
         """Return the dtype that `read` gives: as stored, or float32 for a quantised tensor."""
-        kind = self._kind(self._tensors[name]).name
+        kind = self._tensors[name].kind.name
         return _UNQUANTISED.get(kind) or _INTEGERS.get(kind) or np.dtype(np.float64 if kind == "F64" else np.float32)
 
     def read(self, name: str) -> np.ndarray:
@@ -73,13 +74,13 @@ class GGUFSource:
             ValueError: The `gguf` package cannot dequantise its type.
         """
         info = self._tensors[name]
-        kind = self._kind(info)
+        kind = info.kind
         with self.path.open("rb") as file:
-            file.seek(info.offset)
+            file.seek(info.start)
             if kind.name in _UNQUANTISED or kind.name in _INTEGERS or kind.name == "F64":
                 return np.fromfile(file, self.dtype(name), math.prod(info.shape)).reshape(info.shape)
             out = np.empty((math.prod(info.shape[:-1]), info.shape[-1]), np.float32)
-            row_bytes = self._num_bytes(info) // len(out)
+            row_bytes = info.num_bytes // len(out)
             step = max(1, _ROWS_BYTES // (4 * info.shape[-1]))
             for start in range(0, len(out), step):
                 rows = out[start : start + step]
@@ -141,25 +142,6 @@ class GGUFSource:
         """Return the tokenizer as the contents of Hugging Face's files; see `gguf_tokenizer.tokenizer_files`."""
         return tokenizer_files(self.metadata, str(self.path))
 
-    def _kind(self, info: TensorInfo):
-        """Return the storage type of a tensor as gguf's enum."""
-        try:
-            return self._gguf.GGMLQuantizationType(info.ggml_type)
-        except ValueError:
-            raise ValueError(
-                f"{self.path}: tensor {info.name} has storage type {info.ggml_type}, unknown to this version of gguf. "
-                "Upgrade gguf, or use a file in another quantisation."
-            ) from None
-
-    def _num_bytes(self, info: TensorInfo) -> int:
-        """Return how many bytes of the file a tensor takes."""
-        block, block_bytes = self._gguf.GGML_QUANT_SIZES[self._kind(info)]
-        if info.shape and info.shape[-1] % block:
-            raise ValueError(
-                f"{self.path}: tensor {info.name}: rows of {info.shape[-1]} are not whole blocks of {block}."
-            )
-        return math.prod(info.shape) // block * block_bytes
-
     def _key(self, key: str, default: Any = None) -> Any:
         """Return a hyperparameter; one that differs by layer or is missing is an error."""
         name = f"{self.metadata['general.architecture']}.{key}"
@@ -198,6 +180,45 @@ class GGUFSource:
             # llama.cpp multiplies yarn's own factor by it; Hugging Face's attention_factor replaces yarn's own.
             scaling["attention_factor"] = attention * (0.1 * math.log(scaling["factor"]) + 1.0)
         return scaling
+
+
+@functools.lru_cache(maxsize=1)  # gguf takes seconds over a vocabulary, and model and tokenizer are loaded apart
+def _read_header(path: Path, size: int, mtime_ns: int) -> tuple[dict[str, Any], dict[str, _Tensor]]:
+    """Return a GGUF file's metadata by key, and its tensors by name in file order.
+
+    Args:
+        path: The file.
+        size: Its size in bytes; with `mtime_ns`, tells a file that has changed since from the one remembered.
+        mtime_ns: When it was last modified.
+    """
+    import gguf
+
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ValueError(f"{path}: not a GGUF file (it does not begin with the bytes 'GGUF').")
+    try:
+        reader = gguf.GGUFReader(path)
+        metadata = {key: _value(gguf, field) for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    except (ValueError, LookupError, ArithmeticError, MemoryError) as error:
+        raise ValueError(
+            f"{path}: the GGUF file is cut off, damaged, or newer than the gguf package ({error}). "
+            "Download it again, or upgrade gguf."
+        ) from None
+    if reader.byte_order != "I":
+        raise ValueError(f"{path}: a GGUF file in big-endian byte order. Expected little-endian.")
+    # The reader maps the file. Nothing here keeps the map: its pages would count as our memory.
+    return metadata, {
+        tensor.name: _Tensor(
+            tuple(reversed(tensor.shape.tolist())), tensor.tensor_type, int(tensor.data_offset), int(tensor.n_bytes)
+        )
+        for tensor in reader.tensors
+    }
+
+
+def _value(gguf: Any, field: Any) -> Any:
+    """Return a metadata value as Python has it; a float32 as its shortest decimal: 1e-5, not 9.999999747378752e-06."""
+    value = field.contents()
+    return float(str(np.float32(value))) if field.types[0] == gguf.GGUFValueType.FLOAT32 else value
 
 
 def _llama3_scaling(divisors: np.ndarray, theta: float, head_dim: int, where: str) -> dict[str, Any]:

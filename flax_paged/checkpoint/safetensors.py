@@ -1,23 +1,14 @@
-"""Hugging Face safetensors folders as a tensor source: one file, or shards with an index that is obeyed to the letter.
+"""Hugging Face safetensors folders as a tensor source: one file, or shards whose index is obeyed to the letter."""
 
-Files are read with plain reads into memory of our own. A mapped file would count as our memory while it is read, and
-would change under a loaded model when somebody overwrites it.
-
-Reference: https://huggingface.co/docs/safetensors (format)
-"""
-
-import dataclasses
 import json
-import math
-import struct
 from pathlib import Path
 
-import ml_dtypes
+import ml_dtypes  # also gives numpy the name `bfloat16`, under which safetensors asks for it
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
 _DTYPES = {
     "F64": np.float64,
     "F32": np.float32,
@@ -29,17 +20,6 @@ _DTYPES = {
     **{f"I{bits}": np.dtype(f"int{bits}") for bits in (8, 16, 32, 64)},
     **{f"U{bits}": np.dtype(f"uint{bits}") for bits in (8, 16, 32, 64)},
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class _Entry:
-    """Where a tensor lies: file, format's dtype name, shape, first byte and number of bytes."""
-
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    num_bytes: int
 
 
 class SafetensorsSource:
@@ -58,18 +38,18 @@ class SafetensorsSource:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self._entries = _read_header(self.path) if self.path.is_file() else _read_folder(self.path)
+        self._shards = _open_file(self.path) if self.path.is_file() else _open_folder(self.path)
 
     def __str__(self) -> str:
         return str(self.path)
 
     def names(self) -> list[str]:
         """Return the name of every tensor, in the order of the index or file."""
-        return list(self._entries)
+        return list(self._shards)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape."""
-        return self._entries[name].shape
+        return tuple(self._shards[name].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> np.dtype:
         """Return a tensor's dtype as stored.
@@ -77,32 +57,32 @@ class SafetensorsSource:
         Raises:
             ValueError: The format has this dtype, numpy does not.
         """
-        entry = self._entries[name]
-        if entry.dtype not in _DTYPES:
-            raise ValueError(f"{entry.path}: tensor {name} has dtype {entry.dtype}; expected F32, F16 or BF16.")
-        return np.dtype(_DTYPES[entry.dtype])
+        stored = self._shards[name].get_slice(name).get_dtype()
+        if stored not in _DTYPES:
+            raise ValueError(f"{self.path}: tensor {name} has dtype {stored}; expected F32, F16 or BF16.")
+        return np.dtype(_DTYPES[stored])
 
     def read(self, name: str) -> np.ndarray:
-        """Return one tensor, bit for bit as stored."""
-        entry = self._entries[name]
-        array = np.empty(entry.shape, self.dtype(name))
-        with entry.path.open("rb") as file:
-            file.seek(entry.start)
-            read = file.readinto(array.reshape(-1).view(np.uint8)) if array.size else 0
-        if read != entry.num_bytes:
-            raise ValueError(f"{entry.path}: the file ended inside tensor {name}: it changed while it was read.")
-        return array
+        """Return one tensor, bit for bit as stored.
+
+        Raises:
+            ValueError: The file was cut off after it was opened, or safetensors gives no arrays of its dtype (F8).
+        """
+        try:
+            return self._shards[name].get_tensor(name)
+        except (SafetensorError, AttributeError) as error:
+            raise ValueError(f"{self.path}: tensor {name} cannot be read ({error}).") from None
 
 
-def _read_folder(folder: Path) -> dict[str, _Entry]:
-    """Return the tensors of a folder: of the files its index names, or of its only file."""
+def _open_folder(folder: Path) -> dict[str, safe_open]:
+    """Return the open file of each tensor of a folder: the files its index names, or its only file."""
     if (folder / INDEX_FILE).is_file():
-        return _read_index(folder)
+        return _open_index(folder)
     if (folder / SINGLE_FILE).is_file():
-        return _read_header(folder / SINGLE_FILE)
+        return _open_file(folder / SINGLE_FILE)
     files = sorted(folder.glob("*.safetensors"))
     if len(files) == 1:
-        return _read_header(files[0])
+        return _open_file(files[0])
     if files:
         names = [file.name for file in files]
         raise FileNotFoundError(
@@ -118,8 +98,8 @@ def _read_folder(folder: Path) -> dict[str, _Entry]:
     raise FileNotFoundError(f"{folder}: no weights: expected {SINGLE_FILE}, or {INDEX_FILE} and its shards.")
 
 
-def _read_index(folder: Path) -> dict[str, _Entry]:
-    """Return the tensors that the index names, each from the file it names."""
+def _open_index(folder: Path) -> dict[str, safe_open]:
+    """Return the open file of each tensor that the index names: the file it names."""
     index = folder / INDEX_FILE
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -132,43 +112,23 @@ def _read_index(folder: Path) -> dict[str, _Entry]:
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing:
         raise FileNotFoundError(f"{folder}: {len(missing)} of {len(shards)} shards are missing: {', '.join(missing)}.")
-    headers = {shard: _read_header(folder / shard) for shard in shards}
-    absent = [f"{name} in {shard}" for name, shard in weight_map.items() if name not in headers[shard]]
+    files = {shard: _open_file(folder / shard) for shard in shards}
+    absent = [f"{name} in {shard}" for name, shard in weight_map.items() if name not in files[shard]]
     if absent:
         raise ValueError(f"{folder}: the index names tensors that their shards do not hold: {', '.join(absent[:5])}.")
-    return {name: headers[shard][name] for name, shard in weight_map.items()}
+    return {name: files[shard][name] for name, shard in weight_map.items()}
 
 
-def _read_header(path: Path) -> dict[str, _Entry]:
-    """Return the tensors of one file; the file must be whole."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        if start == b"version ":
-            raise ValueError(f"{path}: a Git LFS pointer, not the weights. Run `git lfs pull`, or download the file.")
-        if len(start) < 8:
-            raise ValueError(f"{path}: cut off: {size} bytes. Download it again.")
-        (header_bytes,) = struct.unpack("<Q", start)
-        if header_bytes > _MAX_HEADER_BYTES:
-            raise ValueError(f"{path}: not a safetensors file (its header would take {header_bytes} bytes).")
-        if header_bytes > size - 8:
-            raise ValueError(f"{path}: cut off inside its header. Download it again.")
-        try:
-            header = json.loads(file.read(header_bytes))
-            header.pop("__metadata__", None)
-            entries = {name: _entry(path, 8 + header_bytes, **fields) for name, fields in header.items()}
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}: not a safetensors file, or damaged: {error}") from None
-    end = max((entry.start + entry.num_bytes for entry in entries.values()), default=8 + header_bytes)
-    if end > size:
-        raise ValueError(f"{path}: cut off: its tensors end at byte {end}, the file at {size}. Download it again.")
-    return entries
-
-
-def _entry(path: Path, data_start: int, dtype: str, shape: list[int], data_offsets: list[int]) -> _Entry:
-    """Return one checked row of a header."""
-    begin, end = data_offsets
-    expected = math.prod(shape) * np.dtype(_DTYPES[dtype]).itemsize if dtype in _DTYPES else end - begin
-    if begin < 0 or end - begin != expected:
-        raise ValueError(f"a tensor of {shape} {dtype} takes {expected} bytes, not {end - begin}.")
-    return _Entry(path, dtype, tuple(shape), data_start + begin, end - begin)
+def _open_file(path: Path) -> dict[str, safe_open]:
+    """Return the open file of each tensor of one file, in file order; the file must be whole."""
+    try:
+        # Read, not mapped: mapped pages would count as our memory, and would change when the file is overwritten.
+        file = safe_open(path, "numpy", backend="pread")
+    except SafetensorError as error:
+        with path.open("rb") as start:
+            if start.read(8) == b"version ":
+                raise ValueError(
+                    f"{path}: a Git LFS pointer, not the weights. Run `git lfs pull`, or download the file."
+                ) from None
+        raise ValueError(f"{path}: cut off, damaged, or not a safetensors file ({error}). Download it again.") from None
+    return dict.fromkeys(file.offset_keys(), file)

@@ -205,6 +205,17 @@ def test_files_that_are_something_else(tmp_path):
         GGUFSource(path)
 
 
+def test_a_file_written_anew_is_read_anew(tmp_path):
+    assert config_of(tmp_path / "m.gguf", rope_theta=1e4)["rope_theta"] == 1e4
+    assert config_of(tmp_path / "m.gguf", rope_theta=2e4)["rope_theta"] == 2e4
+
+
+def test_the_header_of_a_file_is_read_once(tmp_path, monkeypatch):
+    first = config_of(tmp_path / "m.gguf")
+    monkeypatch.setattr(gguf, "GGUFReader", None)
+    assert GGUFSource(tmp_path / "m.gguf").config() == first
+
+
 def test_without_the_gguf_package(tmp_path, monkeypatch):
     real = builtins.__import__
 
