@@ -43,9 +43,9 @@ def batch_and_options(case, **more):
     return batch, {"num_kv_pages_per_block": pages, "num_queries_per_block": queries, **options}
 
 
-def check(batch, out, options, sm_scale):
+def check(batch, out, options, sm_scale, slack=1.0):
     options = {name: options[name] for name in ("sliding_window", "soft_cap") if name in options}
-    assert_close(out, ragged_paged_attention_oracle(*batch.args, sm_scale=sm_scale, **options), batch.q.dtype)
+    assert_close(out, ragged_paged_attention_oracle(*batch.args, sm_scale=sm_scale, **options), batch.q.dtype, slack=slack)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -58,9 +58,11 @@ def test_attention(case, mode):
 
 @pytest.mark.parametrize("case", ["decode", "decode-bf16", "mixed", "mixed-bf16"])
 def test_sharp_softmax_and_shared_pages(case):
-    batch, options = batch_and_options(case, sharpness=50.0)
+    batch, options = batch_and_options(case, sharpness=50.0, shared_prefix_len=64)
     sm_scale = batch.q.shape[2] ** -0.5
-    check(batch, attend(batch, sm_scale=sm_scale, **options), options, sm_scale)
+    # Scores reach 200, of which float32 keeps 1e-5.
+    slack = 10.0 if batch.q.dtype == np.float32 else 1.0
+    check(batch, attend(batch, sm_scale=sm_scale, **options), options, sm_scale, slack)
 
 
 def test_padding_rows_are_zero_and_a_batch_may_be_empty():

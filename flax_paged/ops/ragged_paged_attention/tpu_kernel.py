@@ -550,7 +550,7 @@ def _fold_tokens(config, refs, kv_ref, q, live, m, l, acc, refill=lambda: None):
         refill: Called once the tokens have been read.
     """
     num_tokens, num_heads = kv_ref.shape[0], kv_ref.shape[1] // 2
-    tile = min(max(TILE_ROWS // num_heads, config.page_size), num_tokens)
+    tile = _tile_tokens(num_tokens, num_heads)
     rows = tile * num_heads
     tiles = range(0, num_tokens, tile)
     packing = 2 if _is_16_bit(kv_ref.dtype) else 1
@@ -574,6 +574,14 @@ def _fold_tokens(config, refs, kv_ref, q, live, m, l, acc, refill=lambda: None):
         l += _fold_lanes(jnp.add, p)  # noqa: E741
         acc += _matmul(p.astype(config.compute_dtype), v.astype(config.compute_dtype), 0)
     return m_new, l, acc
+
+
+def _tile_tokens(num_tokens, num_heads):
+    """Largest divisor of the tokens whose rows fill whole registers and number at most `TILE_ROWS`; else all tokens."""
+    for tile in range(min(TILE_ROWS // num_heads, num_tokens), 0, -1):
+        if num_tokens % tile == 0 and tile * num_heads % NUM_LANES == 0:
+            return tile
+    return num_tokens
 
 
 def _repeat_lanes(x, width):
