@@ -164,6 +164,7 @@ def read_dumps(dumps: pathlib.Path, chip: str, case: Case) -> dict:
     return {
         "bundles": len(rows),
         "main_body_bundles": main["bundles"],
+        **_work(regions, chip, case),
         "regions": [r for r in regions if r["bundles"] >= 8],
         "unit_bounds": {unit: round(busy[unit] / n) for unit, n in zip(units, capacity, strict=True)},
         "fills": busy["VLOAD:FILL"],
@@ -174,6 +175,46 @@ def read_dumps(dumps: pathlib.Path, chip: str, case: Case) -> dict:
         "bytes_fetched_per_sequence": fetched,
         "dma_cycles_per_sequence": round(fetched / bandwidth * clock),
     }
+
+
+def _work(regions, chip, case):
+    """Cycles of the whole work from the regions of our kernel, whose loops nest sequence, item, block, chunk.
+
+    Code that a block runs only once in a while is counted every time, so these are upper bounds.
+    """
+    if case.kernel != "ours":
+        return {}
+    blocks = _block_sizes(chip, case)
+    depth = {d: [r["bundles"] for r in regions if r["depth"] == d] for d in range(5)}
+    tokens = blocks.pages_per_block * case.page_size
+    if case.path == "decode":
+        cycles = -(-case.context // tokens) * sum(depth[3]) + sum(depth[2]) + sum(depth[1])
+        return {"cycles_per_sequence": cycles}
+    # The last chunk is that of interior blocks, which need no mask; before it comes the unpacking of K and V.
+    chunk = [n for n in depth[4] if n > 200][-1]
+    unpack = [n for n in depth[3] if n > 500][-1]
+    chunks = case.num_q_heads // blocks.heads_per_chunk
+    cycles = unpack + chunks * chunk
+    flops = 4 * blocks.queries_per_block * tokens * case.head_dim * case.num_q_heads
+    return {"cycles_per_block": cycles, "share_of_mxu_peak": round(flops / cycles / CHIPS[chip][2], 3)}
+
+
+def _block_sizes(chip, case):
+    from flax_paged.ops.ragged_paged_attention.block_sizes import Problem, choose_block_sizes
+
+    size = 2 if case.dtype == "bfloat16" else 4
+    problem = Problem(
+        num_q_heads=case.num_q_heads,
+        num_kv_heads=case.num_kv_heads,
+        head_dim=-(-case.head_dim // 128) * 128,
+        page_size=case.page_size,
+        pages_per_seq=2 * case.context // case.page_size,
+        num_tokens=64 if case.path == "decode" else case.context,
+        q_bytes=size,
+        kv_bytes=size,
+        decode_only=case.path == "decode",
+    )
+    return choose_block_sizes(problem, generation={"tpu7x": "7x"}.get(chip, chip))
 
 
 def _bundle_rows(path):
@@ -219,7 +260,7 @@ def _allocations(path):
 def markdown_table(results: list[dict]) -> str:
     """One row a case and chip."""
     lines = [
-        "| kernel | chip | main body, bundles | unit that bounds it | fills + spills | VMEM MiB | DMA cycles a sequence |",
+        "| kernel | chip | main body, bundles | unit that bounds it | fills + spills | VMEM MiB | whole work |",
         "|---|---|---|---|---|---|---|",
     ]
     for r in results:
@@ -230,9 +271,18 @@ def markdown_table(results: list[dict]) -> str:
         unit, bound = max(r["unit_bounds"].items(), key=lambda item: item[1])
         lines.append(
             f"| {name} | {r['chip']} | {r['main_body_bundles']} | {unit} {bound} | {r['fills'] + r['spills']:.0f}"
-            f" | {r['vmem_bytes'] / 2**20:.1f} | {r['dma_cycles_per_sequence']} |"
+            f" | {r['vmem_bytes'] / 2**20:.1f} | {_work_text(r)} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def _work_text(result):
+    if "cycles_per_sequence" in result:
+        cycles, dma = result["cycles_per_sequence"], result["dma_cycles_per_sequence"]
+        return f"{cycles} of {dma} cycles of DMA a sequence: {cycles / dma:.2f}"
+    if "share_of_mxu_peak" in result:
+        return f"{result['cycles_per_block']} cycles a block: {result['share_of_mxu_peak']:.0%} of MXU peak"
+    return ""
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 Pages and blocks are small, so that every sequence of some length takes several blocks and both buffers.
 """
 
+import jax
 import numpy as np
 import pytest
 from oracle import BF16, KV16_MIXED, assert_close, make_ragged_batch, ragged_paged_attention_oracle
@@ -85,7 +86,15 @@ def test_dead_slots_never_leak(poison):
 # --- Planted faults: the two modes find what they are there for ---
 
 
-def test_a_missing_wait_gives_nan(monkeypatch):
+@pytest.fixture
+def fresh_traces():
+    """JAX remembers traced kernels, which would carry a fault in or out of a test."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def test_a_missing_wait_is_found(monkeypatch, fresh_traces):
     batch, options = batch_and_options("decode")
     monkeypatch.setattr(tpu_kernel, "_wait_pages", lambda *args: None)
     out = attend(batch, "waits", **options)
@@ -94,7 +103,7 @@ def test_a_missing_wait_gives_nan(monkeypatch):
         check(batch, out, options, 1.0)
 
 
-def test_a_buffer_refilled_too_early_is_a_race(monkeypatch):
+def test_a_buffer_refilled_too_early_is_a_race(monkeypatch, fresh_traces):
     batch, options = batch_and_options("decode")
     decode_edge_block = tpu_kernel._decode_edge_block
 
@@ -107,7 +116,7 @@ def test_a_buffer_refilled_too_early_is_a_race(monkeypatch):
         attend(batch, "races", **options)
 
 
-def test_a_cache_update_that_does_not_wait_is_found(monkeypatch):
+def test_a_cache_update_that_does_not_wait_is_found(monkeypatch, fresh_traces):
     batch, _ = batch_and_options("mixed")
     monkeypatch.setattr(update_tpu, "wait_for_slices", lambda *args: None)
     out = update(batch, "waits")

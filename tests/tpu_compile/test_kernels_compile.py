@@ -121,7 +121,7 @@ def test_decoder_step_updates_its_cache_in_place(chip, is_fused):
     compiled = compile_for(chip, step, args, donate_argnums=0)
     memory = compiled.memory_analysis()
     cache_bytes = num_layers * 512 * 16 * 16 * 128 * 2
-    activation_bytes = num_tokens * 48 * head_dim * 2 * 4
+    activation_bytes = num_tokens * 48 * head_dim * 2 * 6  # q, k, v, padded and interleaved, and the results
     assert memory.alias_size_in_bytes >= cache_bytes
     assert memory.temp_size_in_bytes < MIB + activation_bytes
     copies = [line for line in compiled.as_text().splitlines() if "bf16[512,16,16,128]" in line and " copy(" in line]
