@@ -53,6 +53,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--top-k", type=int, default=0)
     add("--min-p", type=float, default=0.0)
     add("--seed", type=int, default=None, help="makes sampled answers reproducible")
+    add("--n", type=int, default=1, help="answers to each prompt (1)")
+    add("--repetition-penalty", type=float, default=1.0)
+    add("--stop", nargs="+", default=[], metavar="TEXT", help="texts that end an answer")
     add("--ignore-eos", action="store_true", help="go on past end-of-sequence tokens")
     add("--json", action="store_true", help="one JSON object a prompt on stdout")
     options = parser.add_argument_group("engine")
@@ -64,6 +67,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     options.add_argument("--max-num-seqs", type=int, default=32, help="most sequences in a step (32)")
     options.add_argument("--max-num-batched-tokens", type=int, default=512, help="most tokens in a step (512)")
     options.add_argument("--max-model-len", type=int, help="most tokens of a sequence")
+    options.add_argument("--num-speculative-tokens", type=int, default=0, help="guess repeated text ahead (0)")
+    options.add_argument("--warmup", action="store_true", help="compile every step shape before the first prompt")
     return parser.parse_args(argv)
 
 
@@ -76,6 +81,9 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
         top_k=args.top_k,
         min_p=args.min_p,
         seed=args.seed,
+        n=args.n,
+        repetition_penalty=args.repetition_penalty,
+        stop=args.stop,
         ignore_eos=args.ignore_eos,
     )
 
@@ -117,7 +125,10 @@ def load_engine(args: argparse.Namespace) -> Engine:
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_model_len=max_model_len,
+        num_speculative_tokens=args.num_speculative_tokens,
     )
+    if args.warmup:
+        engine.warmup()
     print(f"Loaded in {time.monotonic() - start:.1f} s. The first step of each shape compiles.", file=sys.stderr)
     return engine
 
@@ -125,14 +136,14 @@ def load_engine(args: argparse.Namespace) -> Engine:
 def generate(engine: Engine, prompts: list[str], params: SamplingParams, as_json: bool) -> None:
     """Answer the prompts; a single one is streamed when someone is watching."""
     start = time.monotonic()
-    if len(prompts) == 1 and not as_json:
+    if len(prompts) == 1 and params.n == 1 and not as_json:
         print(prompts[0], end="", flush=True)
         outputs = [_print_stream(engine.stream(prompts, params))]
     else:
         outputs = engine.generate(prompts, params, progress=True)
         for output in outputs:
             _print_output(output, as_json)
-    _print_statistics(outputs, time.monotonic() - start)
+    _print_statistics(engine, len(outputs), time.monotonic() - start)
 
 
 def chat(engine: Engine, params: SamplingParams, as_json: bool) -> None:
@@ -189,27 +200,34 @@ def _print_stream(stream: Iterator[RequestOutput]) -> RequestOutput:
 
 
 def _print_output(output: RequestOutput, as_json: bool) -> None:
-    answer = output.outputs[0]
-    if not as_json:
-        print(f"{output.prompt}{answer.text}\n", flush=True)
-        return
-    fields = {
-        "prompt": output.prompt,
-        "prompt_token_ids": output.prompt_token_ids,
-        "text": answer.text,
-        "token_ids": answer.token_ids,
-        "finish_reason": answer.finish_reason,
-    }
-    print(json.dumps(fields, ensure_ascii=False), flush=True)
+    """Print each answer to a prompt; with `--n`, a JSON object an answer."""
+    for answer in output.outputs:
+        if not as_json:
+            print(f"{output.prompt}{answer.text}\n", flush=True)
+            continue
+        fields = {
+            "prompt": output.prompt,
+            "prompt_token_ids": output.prompt_token_ids,
+            "text": answer.text,
+            "token_ids": answer.token_ids,
+            "finish_reason": answer.finish_reason,
+        }
+        print(json.dumps(fields, ensure_ascii=False), flush=True)
 
 
-def _print_statistics(outputs: list[RequestOutput], seconds: float) -> None:
-    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    num_cached = sum(output.num_cached_tokens for output in outputs)
-    num_new = sum(len(output.outputs[0].token_ids) for output in outputs)
+def _print_statistics(engine: Engine, num_prompts: int, seconds: float) -> None:
+    stats = engine.stats()
+    num_pages = stats.num_free_pages + stats.num_cached_pages + stats.num_live_pages
     print(
-        f"{len(outputs)} prompts, {num_prompt} prompt tokens ({num_cached} from the prefix cache), {num_new} new tokens"
-        f" in {seconds:.1f} s: {num_new / seconds:.1f} tokens/s, compiling included",
+        f"{num_prompts} prompts, {stats.num_sampled_tokens} new tokens in {seconds:.1f} s:"
+        f" {stats.num_sampled_tokens / seconds:.1f} tokens/s, compiling included. {stats.num_computed_tokens} tokens"
+        f" computed in {stats.num_steps} steps, {stats.num_cached_tokens} found in the prefix cache;"
+        f" {stats.num_preemptions} preemptions; {num_pages - stats.num_free_pages} of {num_pages} pages used."
+        + (
+            f" {stats.num_right_draft_tokens} of {stats.num_draft_tokens} guesses right."
+            if stats.num_draft_tokens
+            else ""
+        ),
         file=sys.stderr,
     )
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import logging
 import numbers
 import random
 import time
@@ -20,9 +21,12 @@ from flax_paged.generation.runner import LaunchedStep, ModelRunner, StepResult
 from flax_paged.generation.sampling_params import SamplingParams
 from flax_paged.generation.scheduler import Schedule, Scheduler
 from flax_paged.generation.sequence import Sequence
+from flax_paged.generation.stats import EngineStats
 from flax_paged.generation.text import Tokenizer
 
 Prompt = str | Sequences[int]
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class Engine:
@@ -251,6 +255,28 @@ class Engine:
         """How many step shapes have been compiled."""
         return self._runner.num_traces
 
+    def stats(self) -> EngineStats:
+        """Return counts of what the engine is doing and has done, and what waiting requests wait for."""
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        counts = scheduler.counts
+        limits = ("max_num_seqs", "max_num_batched_tokens", "num_pages")
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=scheduler.num_waiting,
+            waits_for=scheduler.waits_for if scheduler.num_waiting else None,
+            num_steps_waited={limit: counts[f"steps waited for {limit}"] for limit in limits},
+            num_free_pages=pool.num_available - pool.num_cached,
+            num_cached_pages=pool.num_cached,
+            num_live_pages=pool.num_live,
+            num_steps=counts["num_steps"],
+            num_computed_tokens=counts["num_computed_tokens"],
+            num_cached_tokens=counts["num_cached_tokens"],
+            num_sampled_tokens=counts["num_sampled_tokens"],
+            num_preemptions=counts["num_preemptions"],
+            num_draft_tokens=counts["num_draft_tokens"],
+            num_right_draft_tokens=counts["num_right_draft_tokens"],
+        )
+
     def update_weights(self, weights: nnx.Module | nnx.State) -> None:
         """Take new weights without compiling again. Cached prefixes are forgotten and running requests recomputed.
 
@@ -267,7 +293,7 @@ class Engine:
     def _advance(self) -> None:
         """Schedule and launch a step, and read the one before."""
         try:
-            schedule = self.scheduler.schedule()
+            schedule = self._schedule()
             launched = self._launch(schedule) if schedule.items else None
             finished, self._in_flight = self._in_flight, launched
             if finished:
@@ -277,6 +303,24 @@ class Engine:
         except Exception:
             self._recover()
             raise
+
+    def _schedule(self) -> Schedule:
+        """Schedule a step, and log it when what requests wait for changes or one is preempted."""
+        waited_for = self.scheduler.waits_for
+        schedule = self.scheduler.schedule()
+        if schedule.preempted or self.scheduler.waits_for not in (None, waited_for):
+            stats = self.stats()
+            _LOGGER.info(
+                "%d sequences wait for %s; %d running, %d of %d pages live, preempted: %s",
+                stats.num_waiting,
+                stats.waits_for,
+                stats.num_running,
+                stats.num_live_pages,
+                self.scheduler.pool.num_pages,
+                [sequence.request_id for sequence in schedule.preempted],
+                extra={"engine": dataclasses.asdict(stats)},
+            )
+        return schedule
 
     def _launch(self, schedule: Schedule) -> LaunchedStep:
         now = time.monotonic()
@@ -314,6 +358,8 @@ class Engine:
             if sequence.finish_reason or i == len(drafts) or token_id != drafts[i]:
                 break
         self.scheduler.reject_drafts(sequence, len(drafts) - num_right)
+        self.scheduler.counts["num_right_draft_tokens"] += num_right
+        self.scheduler.counts["num_sampled_tokens"] += num_right + 1
         if sequence.finish_reason:
             self.scheduler.finish(sequence, sequence.finish_reason)
 

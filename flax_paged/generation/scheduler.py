@@ -1,5 +1,6 @@
 """`Scheduler`: which sequences compute how many tokens in the next step, and who gets pages. Pure Python."""
 
+import collections
 import dataclasses
 import heapq
 
@@ -95,6 +96,8 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_chunk = max_prefill_chunk or max_num_batched_tokens
         self.running: list[Sequence] = []
+        self.waits_for: str | None = None  # the limit that kept the head of the queue out of the last step
+        self.counts: collections.Counter[str] = collections.Counter()  # for `EngineStats`
         self._waiting: list[tuple[tuple, Sequence]] = []  # heap by rank
 
     @property
@@ -144,8 +147,7 @@ class Scheduler:
                 self._schedule_running(sequence, schedule)
         for item in schedule.items:
             self._commit(item)
-        if not schedule.preempted:
-            self._admit(schedule)
+        self.waits_for = "num_pages" if schedule.preempted else self._admit(schedule)
         for item in schedule.items:
             # Not before the end: a fork copies its leader's last page, which this step may still have to compute.
             if item.sequence.num_computed_tokens >= item.sequence.prompt_len:
@@ -154,6 +156,7 @@ class Scheduler:
             if item.samples:
                 item.sequence.num_pending_tokens += 1
                 item.sequence.previous_row = row
+        self._count(schedule)
         return schedule
 
     def finish(self, sequence: Sequence, reason: str) -> None:
@@ -213,12 +216,17 @@ class Scheduler:
             drafts = drafts[:-1]
         return drafts
 
-    def _admit(self, schedule: Schedule) -> None:
-        while self._waiting and len(self.running) < self.max_num_seqs:
+    def _admit(self, schedule: Schedule) -> str | None:
+        """Admit waiting sequences; returns the name of the limit that keeps the next one out."""
+        while self._waiting:
             sequence = self._waiting[0][1]
             budget = self.max_num_batched_tokens - schedule.num_tokens
-            if budget < 1 or not self._start(sequence):
-                return
+            if len(self.running) >= self.max_num_seqs:
+                return "max_num_seqs"
+            if budget < 1:
+                return "max_num_batched_tokens"
+            if not self._start(sequence):
+                return "num_pages"
             heapq.heappop(self._waiting)
             self.running.append(sequence)
             sequence.status = Status.RUNNING
@@ -226,6 +234,15 @@ class Scheduler:
             # At once, so that the next one admitted can share its pages: within a step every layer writes all keys and
             # values before it reads any.
             self._commit(schedule.items[-1])
+        return None
+
+    def _count(self, schedule: Schedule) -> None:
+        self.counts["num_steps"] += bool(schedule.items)
+        self.counts["num_computed_tokens"] += schedule.num_tokens
+        self.counts["num_preemptions"] += len(schedule.preempted)
+        self.counts["num_draft_tokens"] += sum(len(item.draft_token_ids) for item in schedule.items)
+        if self.waits_for:
+            self.counts[f"steps waited for {self.waits_for}"] += 1
 
     def _start(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its cached prefix, if the rest of its tokens has pages too."""
@@ -247,14 +264,13 @@ class Scheduler:
         sequence.num_remembered_pages = len(nodes)
         sequence.num_computed_tokens = len(nodes) * self.pool.page_size
         if sequence.num_preemptions == 0:
-            sequence.num_cached_tokens = sequence.num_computed_tokens
+            self._count_cached(sequence, sequence.num_computed_tokens)
         return True
 
     def _fork(self, sequence: Sequence) -> bool:
         """Give a sequence its leader's prompt pages. Only the last prompt token is computed again, for its logits."""
         if self.pool.num_available < 1:  # for the copy of the last page
             return False
-        size = self.pool.page_size
         sequence.pages = sequence.leader.pages[: self.pool.pages_for(sequence.prompt_len)]
         for page in sequence.pages:
             self.pool.share(page)
@@ -262,8 +278,12 @@ class Scheduler:
         sequence.prefix_node = nodes[-1] if nodes else self.pool.root
         sequence.num_remembered_pages = len(nodes)
         sequence.num_computed_tokens = sequence.prompt_len - 1
-        sequence.num_cached_tokens = sequence.prompt_len // size * size
+        self._count_cached(sequence, sequence.num_computed_tokens)
         return True
+
+    def _count_cached(self, sequence: Sequence, num_tokens: int) -> None:
+        sequence.num_cached_tokens = num_tokens
+        self.counts["num_cached_tokens"] += num_tokens
 
     def _enqueue(self, sequence: Sequence) -> None:
         heapq.heappush(self._waiting, (sequence.rank, sequence))

@@ -1,0 +1,98 @@
+"""The engine behind asyncio."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from toy import VOCAB_SIZE
+
+from flax_paged.generation.async_engine import AsyncEngine
+from flax_paged.generation.sampling_params import SamplingParams
+
+PARAMS = SamplingParams(temperature=0, max_tokens=12)
+PROMPTS = [np.random.default_rng(i).integers(1, VOCAB_SIZE, 5 + i).tolist() for i in range(6)]
+
+
+async def collect(server, prompt, params=PARAMS, **options):
+    tokens = []
+    async for piece in server.generate(prompt, params, **options):
+        tokens += piece.outputs[0].token_ids
+    return tokens
+
+
+def test_many_coroutines_get_their_own_tokens(shared_engine):
+    engine = shared_engine()
+    expected = [output.outputs[0].token_ids for output in engine.generate(PROMPTS, PARAMS)]
+
+    async def main():
+        async with AsyncEngine(engine) as server:
+            first = await asyncio.gather(*(collect(server, prompt) for prompt in PROMPTS))
+            second = await collect(server, PROMPTS[0], request_id="again", priority=-1, cache_salt="x")
+            return first, second
+
+    first, second = asyncio.run(main())
+    assert first == expected and second == expected[0]
+
+
+def test_bad_request_fails_alone(shared_engine):
+    async def main():
+        async with AsyncEngine(shared_engine()) as server:
+            good = asyncio.create_task(collect(server, PROMPTS[0]))
+            with pytest.raises(ValueError, match="The prompt has no tokens"):
+                await collect(server, [])
+            return await good
+
+    assert len(asyncio.run(main())) == 12
+
+
+def test_leaving_or_cancelling_aborts(shared_engine):
+    engine = shared_engine()
+    long = SamplingParams(temperature=0, max_tokens=50)
+
+    async def main():
+        async with AsyncEngine(engine) as server:
+            async for _ in server.generate(PROMPTS[0], long):
+                break
+            task = asyncio.create_task(collect(server, PROMPTS[1], long))
+            await asyncio.sleep(0.05)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            for _ in range(500):
+                if not engine.has_unfinished_requests:
+                    break
+                await asyncio.sleep(0.01)
+            return engine.scheduler.pool.num_live
+
+    assert asyncio.run(main()) == 0
+
+
+def test_failed_step_reaches_everyone_and_the_server_goes_on(shared_engine, monkeypatch):
+    engine = shared_engine()
+
+    def fail(schedule):
+        raise FloatingPointError("boom")
+
+    async def main():
+        async with AsyncEngine(engine) as server:
+            with monkeypatch.context() as patch:
+                patch.setattr(engine._runner, "launch", fail)
+                results = await asyncio.gather(*(collect(server, p) for p in PROMPTS[:2]), return_exceptions=True)
+            return results, await collect(server, PROMPTS[0])
+
+    results, tokens = asyncio.run(main())
+    assert all(isinstance(result, FloatingPointError) for result in results) and len(tokens) == 12
+
+
+def test_closed_server_refuses(shared_engine):
+    async def main():
+        server = AsyncEngine(shared_engine())
+        task = asyncio.create_task(collect(server, PROMPTS[0], SamplingParams(max_tokens=50)))
+        await asyncio.sleep(0.05)
+        server.close()
+        with pytest.raises(RuntimeError, match="was closed"):
+            await task
+        with pytest.raises(RuntimeError, match="is closed"):
+            await collect(server, PROMPTS[0])
+
+    asyncio.run(main())
