@@ -18,9 +18,12 @@ from jax import lax
 from flax_paged.ops import dispatch
 
 # Fresh buffers larger than a few MB fault in every page at every call on a CPU, so gathered keys and values stay below.
-_GATHER_BYTES = 4 * 2**20
+_GATHER_BYTES = 2 * 2**20
 _TURN_BYTES = 2 * 2**20
 _KEYS_PER_BLOCK = 128
+# One query has little to do with a block; smaller ones leave less of a sequence's last block empty.
+_DECODE_KEYS_PER_BLOCK = 64
+_ITEMS_PER_TURN = 8
 _QUERIES_PER_BLOCK = 128
 # Finite, so that the difference of two hidden scores is 0 and not NaN.
 _HIDDEN = -1e30
@@ -180,7 +183,7 @@ def _decode_long(q, seq_lens, cache, scorer):
     num_seqs = q.shape[0]
     last_keys = seq_lens - 1
     first_keys = scorer.first_key(last_keys)
-    num_blocks = -(-(seq_lens - first_keys) // _KEYS_PER_BLOCK)
+    num_blocks = -(-(seq_lens - first_keys) // _DECODE_KEYS_PER_BLOCK)
     ends = jnp.cumsum(num_blocks, dtype=jnp.int32)
     width = _items_per_turn(cache, num_seqs)
 
@@ -191,8 +194,8 @@ def _decode_long(q, seq_lens, cache, scorer):
         seqs = jnp.searchsorted(ends, items, side="right", method="compare_all").astype(jnp.int32)
         safe = jnp.minimum(seqs, num_seqs - 1)
         blocks = items - (ends[safe] - num_blocks[safe])
-        first_of_block = first_keys[safe] + blocks * _KEYS_PER_BLOCK
-        k, v, positions = cache.read(safe, first_of_block, last_keys[safe], _KEYS_PER_BLOCK)
+        first_of_block = first_keys[safe] + blocks * _DECODE_KEYS_PER_BLOCK
+        k, v, positions = cache.read(safe, first_of_block, last_keys[safe], _DECODE_KEYS_PER_BLOCK)
         mask = scorer.is_visible(last_keys[safe][:, None], positions)
         item_largest, item_total, item_values = _attend_once(q[safe], k, v, mask, cache, scorer)
 
@@ -209,9 +212,9 @@ def _decode_long(q, seq_lens, cache, scorer):
 
 
 def _items_per_turn(cache, num_seqs):
-    fits = _TURN_BYTES // (_KEYS_PER_BLOCK * cache.bytes_per_token)
-    live = num_seqs * -(-cache.max_seq_len // _KEYS_PER_BLOCK)
-    return max(1, min(fits, live, 8))
+    fits = _TURN_BYTES // (_DECODE_KEYS_PER_BLOCK * cache.bytes_per_token)
+    live = num_seqs * -(-cache.max_seq_len // _DECODE_KEYS_PER_BLOCK)
+    return max(1, min(fits, live, _ITEMS_PER_TURN))
 
 
 def _prefill(q, out, seq_lens, query_lens, first_rows, cache, scorer, max_query_len):
