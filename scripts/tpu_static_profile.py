@@ -3,9 +3,9 @@
     pip install 'jax[tpu]'
     python scripts/tpu_static_profile.py --chips v5e v6e tpu7x --markdown profile.md --json profile.json
 
-Each case is compiled in a fresh process, because the compiler reads its dump options when it is loaded. The report counts
-VLIW bundles, which are cycles as long as nothing waits for memory, so the DMA time of the same work stands beside them:
-what is at most 1 of it can hide behind it. No number here was measured on hardware.
+Each case is compiled in a fresh process, because the compiler reads its dump options when it is loaded. The report
+counts VLIW bundles, which are cycles as long as nothing waits for memory, so the DMA time of the same work stands
+beside them: what is at most 1 of it can hide behind it. No number here was measured on hardware.
 """
 
 import argparse

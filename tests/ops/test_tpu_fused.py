@@ -105,7 +105,10 @@ def test_a_pool_of_more_than_2_31_elements_traces():
     shape = jax.ShapeDtypeStruct
     pages = shape((70_000, 256, 16, 128), jnp.bfloat16)
     kv = shape((8, 8, 128), jnp.bfloat16)
-    i32 = lambda *s: shape(s, jnp.int32)
+
+    def i32(*sizes):
+        return shape(sizes, jnp.int32)
+
     args = (shape((8, 32, 128), jnp.bfloat16), kv, kv, pages, i32(3, 16), i32(1), i32(4), i32(4, 64), i32(5), i32(1))
     out, updated = jax.eval_shape(
         lambda *a: paged_attention_with_update(*a, implementation="pallas_tpu_interpret"), *args

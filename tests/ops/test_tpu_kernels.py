@@ -46,7 +46,8 @@ def batch_and_options(case, **more):
 
 def check(batch, out, options, sm_scale, slack=1.0):
     options = {name: options[name] for name in ("sliding_window", "soft_cap") if name in options}
-    assert_close(out, ragged_paged_attention_oracle(*batch.args, sm_scale=sm_scale, **options), batch.q.dtype, slack=slack)
+    expected = ragged_paged_attention_oracle(*batch.args, sm_scale=sm_scale, **options)
+    assert_close(out, expected, batch.q.dtype, slack=slack)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -10,7 +10,8 @@ from flax_paged.ops.kv_cache_update.tpu import kv_cache_update_tpu
 from flax_paged.ops.ragged_paged_attention.tpu import ragged_paged_attention_tpu
 from flax_paged.ops.tpu_platform import interpret_params, race_detection_params
 
-# "waits": DMA moves data when it is waited for, unwritten memory is NaN, reads out of bounds raise. Finds missing waits.
+# "waits": DMA moves data when it is waited for, unwritten memory is NaN, reads out of bounds raise. Finds missing
+# waits.
 # "races": finds buffers that are overwritten while they are read.
 MODES = ("waits", "races")
 

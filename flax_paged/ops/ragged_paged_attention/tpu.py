@@ -59,7 +59,8 @@ def ragged_paged_attention_tpu(
         vmem_limit_bytes: VMEM that the kernel may use; None means the generation's budget.
         max_query_len: 1 compiles only the decode path; otherwise an upper bound or None.
         interpret: False, True, or a `pltpu.InterpretParams`.
-        update: k, v, slot_mapping and num_kv_update_slices as in `kv_cache_update`, written to the cache first; or None.
+        update: k, v, slot_mapping and num_kv_update_slices as in `kv_cache_update`, written to the cache first; None for
+            no update.
 
     Returns:
         [num_tokens, num_q_heads, head_dim]; rows past the last query are zeros. With `update`, also the cache, in the
@@ -144,8 +145,8 @@ def _check_smem(problem, max_num_seqs):
     needed = smem_bytes(problem, max_num_seqs)
     if needed > SMEM_BUDGET:
         raise ValueError(
-            f"block_tables of {problem.pages_per_seq} pages for each of {max_num_seqs} sequences needs {needed} bytes of"
-            f" SMEM, more than {SMEM_BUDGET}; use larger pages or fewer sequences."
+            f"block_tables of {problem.pages_per_seq} pages for each of {max_num_seqs} sequences needs {needed} bytes"
+            f" of SMEM, more than {SMEM_BUDGET}; use larger pages or fewer sequences."
         )
 
 

@@ -10,7 +10,6 @@ import functools
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -125,7 +124,9 @@ class Refs:
         names += ["slot_mapping", "num_slices"] if has_update else []
         names += ["q_hbm", "block_tables_hbm"]
         # With update, kv_pages is an aliased output: named twice, the output is kept.
-        names += ["new_rows_hbm", "kv_pages_hbm", "out_hbm", "kv_pages_hbm"] if has_update else ["kv_pages_hbm", "out_hbm"]
+        names += ["new_rows_hbm"] if has_update else []
+        names += ["kv_pages_hbm", "out_hbm"]
+        names += ["kv_pages_hbm"] if has_update else []
         names += ["table", "out_rows", "kv", "q", "out", "scores", "values"]
         names += ["table_sems", "kv_sems", "q_sems", "out_sems"]
         names += [] if decode_only else ["q_rows", "k_rows", "v_rows", "m", "l", "acc"]
@@ -147,8 +148,8 @@ def ragged_paged_attention_kernel(*refs, config: KernelConfig):
     for slot in range(2):
         refs.out_rows[slot] = 0
     pl.when(num_seqs > 0)(lambda: _table_copy(refs, 0).start())
-    # The page buffers hold finite numbers at all times (`_clean_block` does the rest): a masked key has weight zero, and
-    # zero times NaN would be NaN.
+    # The page buffers hold finite numbers at all times (`_clean_block` does the rest): a masked key has weight zero,
+    # and zero times NaN would be NaN.
     refs.kv[...] = jnp.zeros_like(refs.kv)
     if config.has_update:
         wait_for_slices(*refs.update)
@@ -305,13 +306,18 @@ def _kv_tokens(refs, buffer, start, size):
 
 
 def _wait_pages(config, refs, item, b, buffer):
-    """Wait for all pages of a block at once: the semaphore counts bytes."""
+    """Wait for all pages of a block, at once where that works: the semaphore counts bytes."""
     num_pages = jnp.minimum(config.pages_per_block, item.last_page - item.first_page - b * config.pages_per_block)
 
-    @pl.when(num_pages > 0)
-    def _():
-        target = _kv_tokens(refs, buffer, 0, num_pages * config.page_size)
+    def wait(num_tokens):
+        target = _kv_tokens(refs, buffer, 0, num_tokens)
         pltpu.make_async_copy(target, target, refs.kv_sems.at[buffer]).wait()
+
+    if refs.kv_pages_hbm.shape[2] == refs.kv.shape[2]:
+        pl.when(num_pages > 0)(lambda: wait(num_pages * config.page_size))
+    else:
+        # The compiler of JAX 0.10 crashes on a part of the rows of a variable number of tokens.
+        lax.fori_loop(0, num_pages, lambda j, _: wait(config.page_size), None)
 
 
 def _clean_block(config, kv_ref, low, high):
@@ -474,8 +480,9 @@ def _finish_scores(config, scores):
 def _decode(config, refs, item, q_ref, out_ref, begin_block, cursor):
     """One query row for each head, all heads at once.
 
-    All query heads meet all rows (token, kv head) of the block in one product, and the scores of other heads are masked.
-    That wastes matrix work of which there is plenty, and saves the strided loads that would gather one head's rows.
+    All query heads meet all rows (token, kv head) of the block in one product, and the scores of other heads are
+    masked. That wastes matrix work, of which there is plenty, and saves the strided loads that would gather one head's
+    rows.
     """
     q = (q_ref[0].astype(jnp.float32) * jnp.float32(config.query_scale)).astype(config.compute_dtype)
     num_rows, head_dim = q.shape
