@@ -1,6 +1,7 @@
 """The engine behind asyncio."""
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
@@ -18,6 +19,15 @@ async def collect(server, prompt, params=PARAMS, **options):
     async for piece in server.generate(prompt, params, **options):
         tokens += piece.outputs[0].token_ids
     return tokens
+
+
+@pytest.fixture
+def slow_engine(shared_engine, monkeypatch):
+    """An engine that cannot have finished when a test goes on."""
+    engine = shared_engine()
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda: time.sleep(0.02) or step())
+    return engine
 
 
 def test_many_coroutines_get_their_own_tokens(shared_engine):
@@ -45,8 +55,8 @@ def test_bad_request_fails_alone(shared_engine):
     assert len(asyncio.run(main())) == 12
 
 
-def test_leaving_or_cancelling_aborts(shared_engine):
-    engine = shared_engine()
+def test_leaving_or_cancelling_aborts(slow_engine):
+    engine = slow_engine
     long = SamplingParams(temperature=0, max_tokens=50)
 
     async def main():
@@ -84,10 +94,10 @@ def test_failed_step_reaches_everyone_and_the_server_goes_on(shared_engine, monk
     assert all(isinstance(result, FloatingPointError) for result in results) and len(tokens) == 12
 
 
-def test_closed_server_refuses(shared_engine):
+def test_closed_server_refuses(slow_engine):
     async def main():
-        server = AsyncEngine(shared_engine())
-        task = asyncio.create_task(collect(server, PROMPTS[0], SamplingParams(max_tokens=50)))
+        server = AsyncEngine(slow_engine)
+        task = asyncio.create_task(collect(server, PROMPTS[0], SamplingParams(temperature=0, max_tokens=50)))
         await asyncio.sleep(0.05)
         server.close()
         with pytest.raises(RuntimeError, match="was closed"):
