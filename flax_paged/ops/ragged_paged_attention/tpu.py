@@ -59,8 +59,8 @@ def ragged_paged_attention_tpu(
         vmem_limit_bytes: VMEM that the kernel may use; None means the generation's budget.
         max_query_len: 1 compiles only the decode path; otherwise an upper bound or None.
         interpret: False, True, or a `pltpu.InterpretParams`.
-        update: k, v, slot_mapping and num_kv_update_slices as in `kv_cache_update`, written to the cache first; None for
-            no update.
+        update: k, v, slot_mapping and num_kv_update_slices as in `kv_cache_update`, written to the cache first;
+            None for no update.
 
     Returns:
         [num_tokens, num_q_heads, head_dim]; rows past the last query are zeros. With `update`, also the cache, in the
