@@ -11,9 +11,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_paged.cache import CacheSpec, KVCache, create_kv_cache
 from flax_paged.metadata import PagedMetadata
-from flax_paged.ops import kv_cache_update, ragged_paged_attention
+from flax_paged.ops import kv_cache_update, paged_attention_with_update, ragged_paged_attention
 from flax_paged.ops.dense_attention import dense_attention
 from flax_paged.sharding import mesh_axis
+
+# Before JAX 0.12, XLA:CPU widens the whole cache to float32 and back to scatter a few 16-bit rows into it.
+_SCATTER_WIDENS = jax.__version_info__ < (0, 12)
 
 
 class PagedAttention(nnx.Module):
@@ -239,7 +242,8 @@ def cache_spec_for(module: nnx.Module, *, num_pages: int, page_size: int, dtype:
         module: A module with `PagedAttention` layers.
         num_pages: Pages in the pool.
         page_size: Tokens in a page.
-        dtype: Cache dtype; None means that of the module's floating-point parameters.
+        dtype: Cache dtype; None means that of the module's floating-point parameters (float32 on a CPU with JAX
+            before 0.12, which cannot update a 16-bit cache in place).
 
     Returns:
         A CacheSpec that `init_cache(module, spec)` takes.
@@ -256,6 +260,8 @@ def cache_spec_for(module: nnx.Module, *, num_pages: int, page_size: int, dtype:
     if dtype is None:
         params = jax.tree.leaves(nnx.state(module, nnx.Param))
         dtype = next((x.dtype for x in params if jnp.issubdtype(x.dtype, jnp.floating)), jnp.float32)
+        if _SCATTER_WIDENS and jax.default_backend() == "cpu":
+            dtype = jnp.float32
     return CacheSpec(num_kv_heads, head_dim, num_pages, page_size, dtype)
 
 
@@ -266,23 +272,24 @@ def _attention_layers(module: nnx.Module) -> Iterator[PagedAttention]:
     yield from layers
 
 
-def _update_and_attend(q, k, v, kv_pages, metadata: PagedMetadata, *, implementation, **options):
+def _update_and_attend(q, k, v, kv_pages, metadata: PagedMetadata, **options):
     """Write k and v, then attend; one device's share of the heads. Returns (out, kv_pages)."""
+    update = (metadata.slot_mapping, metadata.num_kv_update_slices)
+    batch = (metadata.seq_lens, metadata.block_tables, metadata.query_start_loc, metadata.num_seqs)
+    options["max_query_len"] = metadata.max_query_len
+    slices_in_flight = metadata.num_slices_per_kv_cache_update_block
+    if slices_in_flight is None:
+        return paged_attention_with_update(q, k, v, kv_pages, *update, *batch, **options)
+    # Asking for a number of slices in flight asks for the update kernel that has them.
     kv_pages = kv_cache_update(
-        kv_pages, k, v, metadata.slot_mapping, metadata.num_kv_update_slices, implementation=implementation
-    )
-    out = ragged_paged_attention(
-        q,
         kv_pages,
-        metadata.seq_lens,
-        metadata.block_tables,
-        metadata.query_start_loc,
-        metadata.num_seqs,
-        max_query_len=metadata.max_query_len,
-        implementation=implementation,
-        **options,
+        k,
+        v,
+        *update,
+        num_slices_per_kv_cache_update_block=slices_in_flight,
+        implementation=options["implementation"],
     )
-    return out, kv_pages
+    return ragged_paged_attention(q, kv_pages, *batch, **options), kv_pages
 
 
 def _split_heads(name: str, x: jax.Array, num_tokens: int, num_heads: int, head_dim: int) -> jax.Array:

@@ -31,8 +31,8 @@ class PagedMetadata:
         num_seqs: i32[1]. Live rows of `seq_lens` and `block_tables`.
         logits_indices: i32[N] or None. Token rows whose logits are wanted; None means each sequence's last token.
         max_query_len: Static. An upper bound on this step's tokens per sequence, or None; 1 selects the decode path.
-        num_slices_per_kv_cache_update_block: Static. Slices that the TPU cache-update kernel keeps in flight, or None
-            for its own choice.
+        num_slices_per_kv_cache_update_block: Static. Slices that the TPU cache-update kernel keeps in flight; None lets
+            the attention kernel write them.
     """
 
     positions: Array  # i32[T]

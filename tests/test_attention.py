@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,6 +53,23 @@ def test_every_option_changes_the_numbers():
             assert not np.allclose(outs[i], outs[j], atol=1e-3), (OPTIONS[i], OPTIONS[j])
 
 
+@pytest.mark.parametrize("slices_in_flight", [None, 2])
+def test_the_tpu_kernels_give_the_same_through_the_layer(slices_in_flight):
+    """The kernel's own code in interpret mode: fused with the cache update, and as the separate pair."""
+    q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 120))) for x in qkv())
+    spec = CacheSpec(KV, 128, num_pages=8, page_size=8, dtype=jnp.float32)
+    metadata = build_metadata(
+        [SequenceSlice([6, 1], 0, 11), SequenceSlice([3], 0, 1)],
+        page_size=8, num_pages=8, max_num_tokens=16, max_num_seqs=3, max_pages_per_seq=3,
+    )  # fmt: skip
+    metadata = dataclasses.replace(metadata, num_slices_per_kv_cache_update_block=slices_in_flight)
+    xla = PagedAttention(H, KV, 128, cache=spec, implementation="xla")
+    kernel = PagedAttention(H, KV, 128, cache=spec, implementation="pallas_tpu_interpret")
+    expected = xla(q, k, v, metadata)
+    np.testing.assert_allclose(kernel(q, k, v, metadata), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(kernel.kv_cache[...], xla.kv_cache[...])
+
+
 def test_flat_heads_give_the_same_in_the_same_form():
     q, k, v = qkv()
     metadata = metadata_of([SequenceSlice([6, 1], 0, 7)])
@@ -95,7 +114,8 @@ def test_free_functions_reach_every_layer():
     model = nnx.Dict(a=PagedAttention(H, KV, D), b=nnx.List([PagedAttention(H, KV, D)]))
     model.weight = nnx.Param(jnp.ones(3, jnp.bfloat16))
     spec = cache_spec_for(model, num_pages=8, page_size=4)
-    assert spec == CacheSpec(KV, D, 8, 4, jnp.bfloat16)
+    assert spec.dtype == (jnp.float32 if jax.__version_info__ < (0, 12) else jnp.bfloat16)
+    assert cache_spec_for(model, num_pages=8, page_size=4, dtype=jnp.bfloat16) == CacheSpec(KV, D, 8, 4, jnp.bfloat16)
     init_cache(model, spec)
     assert model.a.kv_cache[...].shape == model.b[0].kv_cache[...].shape == spec.shape
     model.c = PagedAttention(H, KV, 2 * D)
