@@ -35,10 +35,10 @@ _LOAD = textwrap.dedent(
 )
 
 
-def measure(*args):
+def measure(*args, **environment):
     result = subprocess.run(
         [sys.executable, "-c", _LOAD, *map(str, args)],
-        env=os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"},
+        env=os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"} | environment,
         capture_output=True,
         text=True,
     )
@@ -70,6 +70,6 @@ def test_streaming_load_peaks_near_the_weights(folders, dtype):
 def test_orbax_load_peaks_near_the_weights(folders):
     measure(folders / "big", "float32", folders / "tiny", folders / "orbax")
     measure(folders / "tiny", "float32", folders / "tiny", folders / "orbax-tiny")
-    found = measure(folders / "orbax", "float32", folders / "orbax-tiny")
-    # Beside the weights: reads in flight, and what the C library keeps of freed buffers (constants, not shares).
-    assert found["peak"] - found["baseline"] < 1.3 * found["weights"] + 64e6, found
+    # Without the setting glibc keeps up to 200 MB of freed buffers, whatever the weights' size: not what is tested.
+    found = measure(folders / "orbax", "float32", folders / "orbax-tiny", MALLOC_MMAP_THRESHOLD_="1048576")
+    assert found["peak"] - found["baseline"] < 1.3 * found["weights"], found
