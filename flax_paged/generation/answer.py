@@ -26,7 +26,8 @@ class Answer:
         self._detokenizer = None
         if tokenizer is not None:
             skip = self._params.skip_special_tokens
-            self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip)
+            # The answer goes on where the prompt ends, so the space before its first word is part of it.
+            self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip, continues_text=True)
 
     @property
     def has_news(self) -> bool:

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_text import make, sentencepiece_tokenizer
 
 from flax_paged.generation import answer as answer_module
 from flax_paged.generation.answer import Answer
@@ -15,7 +16,7 @@ class Pieces:
 
     pieces = ()
 
-    def __init__(self, tokenizer, skip_special_tokens=True):
+    def __init__(self, tokenizer, **options):
         pass
 
     def add(self, token_id):
@@ -100,3 +101,14 @@ def test_streamed_text_is_what_a_whole_search_gives(pieces, stops):
             assert output.text == text[: min(ends)[1]] and len(output.token_ids) == num_tokens
             return
     assert output.text == "".join(pieces) and output.finish_reason == "length"
+
+
+def test_the_space_before_the_first_word_belongs_to_the_answer():
+    """SentencePiece drops it at the beginning of a text, which an answer is not: "a" goes on with " ab", not "ab"."""
+    tokenizer = make(sentencepiece_tokenizer())
+    ids = tokenizer.encode("ab")
+    sequence = Sequence("0", [1], SamplingParams(max_tokens=len(ids)), max_num_tokens=1 + len(ids), eos_token_ids=())
+    answer = Answer(sequence, tokenizer)
+    for token_id in ids:
+        answer.append(token_id, None)
+    assert answer.output().text == " ab"
