@@ -22,6 +22,7 @@ if os.environ.get("FLAX_PAGED_REQUIRE_PARITY"):
 @pytest.fixture(scope="session")
 def smollm2_path():
     """The real model as a GGUF file. Tests do not fetch: any command with `--model smollm2` does, once."""
+    pytest.importorskip("gguf")
     from flax_paged.checkpoint import hub
 
     path = hub.cached_smollm2()

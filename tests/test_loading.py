@@ -207,14 +207,3 @@ def test_smollm2_speaks(smollm2_path):
     tokens[0, : len(ids)] = ids
     best = int(model(tokens)[0, len(ids) - 1].argmax())
     assert tokenizer.decode([best]) == " Paris"
-
-
-@pytest.fixture
-def smollm2_path():
-    pytest.importorskip("gguf")
-    from flax_paged.checkpoint.hub import fetch_smollm2
-
-    try:
-        return fetch_smollm2()
-    except FileNotFoundError as error:
-        pytest.skip(str(error))

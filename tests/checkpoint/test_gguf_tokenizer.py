@@ -278,9 +278,9 @@ def bpe_oracle(metadata):
 
 
 @pytest.mark.smollm2
-def test_smollm2_ids_equal_an_independent_encoder(smollm2_file):
-    tokenizer = load_tokenizer(smollm2_file)
-    oracle = bpe_oracle(GGUFSource(smollm2_file).metadata)
+def test_smollm2_ids_equal_an_independent_encoder(smollm2_path):
+    tokenizer = load_tokenizer(smollm2_path)
+    oracle = bpe_oracle(GGUFSource(smollm2_path).metadata)
     rng = random.Random(0)
     characters = "".join(TEXTS) + "0123456789 \n\t" * 4
     noise = ["".join(rng.choices(characters, k=60)) for _ in range(100)]
@@ -293,8 +293,8 @@ def test_smollm2_ids_equal_an_independent_encoder(smollm2_file):
 
 
 @pytest.mark.smollm2
-def test_smollm2_chat(smollm2_file):
-    tokenizer = load_tokenizer(smollm2_file)
+def test_smollm2_chat(smollm2_path):
+    tokenizer = load_tokenizer(smollm2_path)
     text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi!"}], tokenize=False)
     assert text.endswith("<|im_start|>user\nHi!<|im_end|>\n<|im_start|>assistant\n")
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "Hi!"}])
