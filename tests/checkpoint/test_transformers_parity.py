@@ -123,10 +123,10 @@ def test_a_gguf_tokenizer_equals_transformers_own_conversion(tmp_path):
 
 
 @pytest.mark.smollm2
-def test_smollm2_ids_equal_transformers(smollm2_file):
+def test_smollm2_ids_equal_transformers(smollm2_path):
     # transformers leaves out the digit splitting of tokenizer.ggml.pre, so digits are compared elsewhere.
-    theirs = transformers.AutoTokenizer.from_pretrained(smollm2_file.parent, gguf_file=smollm2_file.name)
-    ours = load_tokenizer(smollm2_file)
+    theirs = transformers.AutoTokenizer.from_pretrained(smollm2_path.parent, gguf_file=smollm2_path.name)
+    ours = load_tokenizer(smollm2_path)
     for text in [text for text in [*TEXTS, *CORPUS] if not any(character.isnumeric() for character in text)]:
         ids = theirs(text).input_ids
         assert ours.encode(text) == ids, text

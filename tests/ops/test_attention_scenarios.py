@@ -11,9 +11,7 @@ from flax_paged.ops.ragged_paged_attention import xla
 
 IMPLEMENTATIONS = ("reference", "xla")
 # Shared, so that cases of equal shapes and options compile once.
-RUN = jax.jit(
-    ragged_paged_attention, static_argnames=("implementation", "sliding_window", "soft_cap", "max_query_len")
-)
+RUN = jax.jit(ragged_paged_attention, static_argnames=("implementation", "sliding_window", "soft_cap", "max_query_len"))
 
 
 def batch_of(lengths, **options):

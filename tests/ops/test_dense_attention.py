@@ -26,9 +26,7 @@ def test_equals_the_paged_oracle(dtype, options):
     packed = [a.reshape(1, 24, -1, 16) for a in (q, k, v)]
     segments = jnp.repeat(jnp.arange(2, dtype=jnp.int32), 12)[None]
     positions = jnp.tile(jnp.arange(12, dtype=jnp.int32), 2)[None]
-    out = dense_attention(
-        *packed, segment_ids=segments, q_positions=positions, kv_positions=positions, **options
-    )
+    out = dense_attention(*packed, segment_ids=segments, q_positions=positions, kv_positions=positions, **options)
     assert_close(out.reshape(batch.q.shape), expected, dtype)
 
 
