@@ -143,7 +143,7 @@ class Engine:
         Args:
             prompts: A text, a list of token ids, or a list of such prompts.
             sampling_params: For all prompts, or a list with one for each; None for the defaults.
-            progress: Show a progress bar on stderr.
+            progress: Show a progress bar on stderr, if that is a terminal.
 
         Returns:
             One RequestOutput a prompt, in the order of the prompts.
@@ -152,7 +152,8 @@ class Engine:
             ValueError: A prompt cannot be run; then none has been.
         """
         requests = self._submit(prompts, sampling_params)
-        with tqdm(total=len(requests), desc="Generating", unit="prompt", disable=not progress) as bar:
+        quiet = None if progress else True  # None: quiet where stderr is not a terminal
+        with tqdm(total=len(requests), desc="Generating", unit="prompt", disable=quiet) as bar:
             for _ in self._run(requests):
                 if news := sum(request.is_finished for request in requests) - bar.n:
                     bar.update(news)
@@ -246,7 +247,7 @@ class Engine:
         """Compile every bucket, so that no later step has to wait for the compiler.
 
         Args:
-            progress: Show a progress bar on stderr.
+            progress: Show a progress bar on stderr, if that is a terminal.
         """
         self._runner.warmup(progress=progress)
 

@@ -150,10 +150,11 @@ class ModelRunner:
         """Compile everything that a later step could need, on batches without sequences.
 
         Args:
-            progress: Show a progress bar on stderr.
+            progress: Show a progress bar on stderr, if that is a terminal.
         """
         self._copy([(0, 0)])
-        for bucket in tqdm(self.buckets.all(), desc="Compiling", unit="shape", disable=not progress):
+        quiet = None if progress else True  # None: quiet where stderr is not a terminal
+        for bucket in tqdm(self.buckets.all(), desc="Compiling", unit="shape", disable=quiet):
             jax.block_until_ready(self._step(self._batch([], bucket), self._last_token_ids))
 
     def update_weights(self, weights: nnx.Module | nnx.State) -> None:

@@ -1,6 +1,7 @@
 """The engine end to end on small models: its tokens are those of a plain loop, whatever the batch looks like."""
 
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -355,10 +356,15 @@ def test_warmup_leaves_the_cache_untouched(model):
         np.testing.assert_array_equal(old, new)
 
 
-def test_warmup_shows_its_progress_on_stderr(model, capsys):
-    make_engine(model).warmup()
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_is_shown_on_stderr_if_someone_watches(shared_engine, capsys, monkeypatch, is_terminal):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
+    engine = shared_engine()
+    engine.warmup()
+    engine.generate(PROMPTS[:2], GREEDY, progress=True)
     captured = capsys.readouterr()
-    assert "Compiling" in captured.err and captured.out == ""
+    assert captured.out == ""
+    assert all((bar in captured.err) == is_terminal for bar in ("Compiling", "Generating", "2/2"))
 
 
 def test_no_bucket_is_larger_than_the_budget(model):
