@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flax_paged import Engine, SamplingParams, load_model, load_tokenizer
+from flax_paged.generation import use_compilation_cache
 from flax_paged.generation.outputs import RequestOutput
 
 # Without --max-model-len, longer contexts than this are not planned for, to keep shapes and memory small.
@@ -69,6 +70,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     options.add_argument("--max-model-len", type=int, help="most tokens of a sequence")
     options.add_argument("--num-speculative-tokens", type=int, default=0, help="guess repeated text ahead (0)")
     options.add_argument("--warmup", action="store_true", help="compile every step shape before the first prompt")
+    options.add_argument("--compilation-cache", metavar="FOLDER", help="keep compiled steps there for the next run")
     return parser.parse_args(argv)
 
 
@@ -111,6 +113,8 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
 def load_engine(args: argparse.Namespace) -> Engine:
     """Load the model and its tokenizer and make an engine."""
     start = time.monotonic()
+    if args.compilation_cache:
+        use_compilation_cache(args.compilation_cache)
     print(f"Loading {args.model} ...", file=sys.stderr)
     model = load_model(args.model, dtype=args.dtype)
     tokenizer = load_tokenizer(args.model)

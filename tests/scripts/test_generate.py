@@ -30,11 +30,13 @@ def run(capsys, monkeypatch):
     return run
 
 
-def test_as_a_program(checkpoint):
+def test_as_a_program(checkpoint, tmp_path):
     command = [sys.executable, PATH, "--model", checkpoint, "--prompt", "Hello", "--max-tokens", "3", "--json"]
+    command += ["--compilation-cache", tmp_path / "compiled"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert list(json.loads(result.stdout)) == FIELDS
+    assert any("engine_step" in path.name for path in (tmp_path / "compiled").iterdir())
 
 
 def test_json_lines_and_nothing_else_on_stdout(run, checkpoint):
