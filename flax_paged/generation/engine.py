@@ -223,6 +223,11 @@ class Engine:
                     self.scheduler.finish(answer.sequence, "abort")
             request.metrics.finished_time = time.monotonic()
 
+    def is_waiting(self, request_id: str) -> bool:
+        """Whether a request has not been part of any step yet. Finished and unknown requests do not wait."""
+        request = self._requests.get(request_id)
+        return request is not None and request.metrics.first_scheduled_time is None
+
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether any request is not finished, or its end not yet returned by `step`."""

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from toy import VOCAB_SIZE
 
-from flax_paged.generation.async_engine import AsyncEngine
+from flax_paged.generation.async_engine import AsyncEngine, QueueTimeoutError, RequestTimeoutError
 from flax_paged.generation.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12)
@@ -106,3 +106,36 @@ def test_closed_server_refuses(slow_engine):
             await collect(server, PROMPTS[0])
 
     asyncio.run(main())
+
+
+def test_a_request_waits_no_longer_than_it_should(slow_engine):
+    long = SamplingParams(temperature=0, max_tokens=50)
+
+    async def main():
+        async with AsyncEngine(slow_engine) as server:  # of 4 places
+            running = [asyncio.create_task(collect(server, prompt, long)) for prompt in PROMPTS[:4]]
+            await asyncio.sleep(0)
+            while server.num_waiting:
+                await asyncio.sleep(0.01)
+            hasty = asyncio.create_task(collect(server, PROMPTS[4], long, queue_timeout=0.05))
+            patient = asyncio.create_task(collect(server, PROMPTS[5], PARAMS, priority=1, queue_timeout=100))
+            await asyncio.sleep(0)
+            num_waiting = server.num_waiting
+            with pytest.raises(QueueTimeoutError):
+                await hasty
+            await asyncio.gather(*running)
+            return num_waiting, await patient, server.num_waiting
+
+    num_waiting, tokens, num_waiting_at_the_end = asyncio.run(main())
+    assert num_waiting == 2 and num_waiting_at_the_end == 0 and len(tokens) == 12
+
+
+def test_a_request_runs_no_longer_than_it_should(slow_engine):
+    async def main():
+        async with AsyncEngine(slow_engine) as server:
+            with pytest.raises(RequestTimeoutError):
+                await collect(server, PROMPTS[0], SamplingParams(temperature=0, max_tokens=50), timeout=0.1)
+            return await collect(server, PROMPTS[0], timeout=100)
+
+    assert len(asyncio.run(main())) == 12
+    assert slow_engine.stats().num_live_pages == 0
