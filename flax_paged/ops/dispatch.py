@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from flax_paged.ops.page_layout import PageLayout
+
 IMPLEMENTATIONS = ("reference", "xla", "pallas_tpu", "pallas_tpu_interpret")
 FLOAT_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -63,15 +65,13 @@ def check_int32(**arrays: jax.Array) -> None:
         check_dtype(name, array, (jnp.int32,))
 
 
-def check_kv_pages(kv_pages: jax.Array, num_kv_heads: int | None, head_dim: int) -> None:
-    """Check a page pool against the heads and head_dim that read or write it."""
-    combined = "2 * num_kv_heads" if num_kv_heads is None else 2 * num_kv_heads
-    check_shape("kv_pages", kv_pages, ("num_pages", "page_size", combined, "padded head_dim"))
+def check_kv_pages(kv_pages: jax.Array, num_kv_heads: int | None, head_dim: int) -> PageLayout:
+    """Check a page pool against the heads and head_dim that read or write it; returns its layout."""
     check_dtype("kv_pages", kv_pages, FLOAT_DTYPES)
-    if kv_pages.shape[2] % 2:
-        raise ValueError(f"kv_pages has {kv_pages.shape[2]} combined heads: expected an even number, K and V of each.")
-    if kv_pages.shape[3] < head_dim:
+    layout = PageLayout.of(kv_pages, head_dim)
+    if num_kv_heads not in (None, layout.num_kv_heads):
         raise ValueError(
-            f"kv_pages has head_dim {kv_pages.shape[3]}, less than {head_dim=} of the tokens: expected at least as"
-            " much; make the cache with this head_dim."
+            f"kv_pages has shape {kv_pages.shape}, which holds {layout.num_kv_heads} kv heads: expected {num_kv_heads},"
+            f" {2 * num_kv_heads} combined heads."
         )
+    return layout

@@ -36,7 +36,8 @@ def paged_attention_with_update(
         q: [T, H, D].
         k: [T, KV, D].
         v: Like `k`.
-        kv_pages: [num_pages, page_size, 2 * KV, padded D]; donate it, and the result is the same buffer.
+        kv_pages: [num_pages, page_size, 2 * KV, padded D] or in the TPU's layout (`ops.page_layout`); donate it, and
+            the result is the same buffer.
         slot_mapping: i32[3, U], as in `kv_cache_update`.
         num_kv_update_slices: i32[1].
         seq_lens: i32[S], as in `ragged_paged_attention`.
@@ -56,7 +57,7 @@ def paged_attention_with_update(
     """
     update = [jnp.asarray(x) for x in (k, v, slot_mapping, num_kv_update_slices)]
     attention = [jnp.asarray(x) for x in (seq_lens, block_tables, query_start_loc, num_seqs)]
-    kernel_can = kv_pages.shape[3] % 128 == 0 and jnp.float16 not in (q.dtype, kv_pages.dtype)
+    kernel_can = kv_pages.shape[-1] % 128 == 0 and jnp.float16 not in (q.dtype, kv_pages.dtype)
     chosen = dispatch.choose_implementation(implementation, kernel_can=kernel_can)
     if not chosen.startswith("pallas"):
         return _update_then_attend(q, kv_pages, update, attention, implementation=chosen, **options)

@@ -28,7 +28,8 @@ def kv_cache_update(
 
     Args:
         kv_pages: [num_pages, page_size, 2 * num_kv_heads, padded_head_dim], float32, bfloat16 or float16. Combined head
-            2h is K of kv head h and 2h + 1 its V.
+            2h is K of kv head h and 2h + 1 its V. Or a pool in the TPU's layout (`ops.page_layout`), which has five
+            dimensions.
         k: [num_tokens, num_kv_heads, head_dim], any of these dtypes.
         v: Like `k`.
         slot_mapping: i32[3, U]; rows are the first slot in the flattened cache (page * page_size + offset), the first
@@ -54,10 +55,10 @@ def kv_cache_update(
     dispatch.check_shape("v", v, k.shape)
     dispatch.check_dtype("k", k, dispatch.FLOAT_DTYPES)
     dispatch.check_dtype("v", v, (k.dtype,))
-    dispatch.check_kv_pages(kv_pages, k.shape[1], k.shape[2])
-    if kv_pages.shape[0] * kv_pages.shape[1] >= 2**31:
+    layout = dispatch.check_kv_pages(kv_pages, k.shape[1], k.shape[2])
+    if layout.num_pages * layout.page_size >= 2**31:
         raise ValueError(
-            f"kv_pages has {kv_pages.shape[0]} pages of {kv_pages.shape[1]} tokens: expected fewer than 2**31 slots,"
+            f"kv_pages has {layout.num_pages} pages of {layout.page_size} tokens: expected fewer than 2**31 slots,"
             " which slot_mapping numbers in int32."
         )
     dispatch.check_shape("slot_mapping", slot_mapping, (3, "U"))
@@ -66,7 +67,7 @@ def kv_cache_update(
 
     # Metadata often comes as numpy arrays, which tracers cannot index.
     arguments = [jnp.asarray(a) for a in (kv_pages, k, v, slot_mapping, num_kv_update_slices)]
-    chosen = dispatch.choose_implementation(implementation, kernel_can=kv_pages.shape[3] % 128 == 0)
+    chosen = dispatch.choose_implementation(implementation, kernel_can=kv_pages.shape[-1] % 128 == 0)
     if chosen == "reference":
         return reference.kv_cache_update(*arguments)
     if chosen == "xla":

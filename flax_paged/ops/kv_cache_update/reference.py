@@ -3,9 +3,14 @@
 import jax
 import jax.numpy as jnp
 
+from flax_paged.ops.page_layout import PageLayout, to_standard_layout, to_tpu_layout
+
 
 def kv_cache_update(kv_pages, k, v, slot_mapping, num_kv_update_slices) -> jax.Array:
     """Write slices of k and v to their slots; see `api.kv_cache_update`."""
+    if not PageLayout.of(kv_pages, k.shape[2]).is_standard:
+        standard = to_standard_layout(kv_pages, k.shape[2])
+        return to_tpu_layout(kv_cache_update(standard, k, v, slot_mapping, num_kv_update_slices), k.shape[2])
     page_size, head_dim = kv_pages.shape[1], k.shape[2]
 
     def write_slice(u, kv_pages):

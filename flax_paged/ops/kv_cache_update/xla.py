@@ -3,15 +3,17 @@
 import jax
 import jax.numpy as jnp
 
+from flax_paged.ops.page_layout import PageLayout, token_rows
+
 
 def kv_cache_update(kv_pages, k, v, slot_mapping, num_kv_update_slices) -> jax.Array:
     """Write slices of k and v to their slots; see `api.kv_cache_update`."""
-    num_pages, page_size, num_combined_heads, padded_head_dim = kv_pages.shape
-    num_tokens, _, head_dim = k.shape
-    page, offset = token_slots(slot_mapping, num_kv_update_slices, num_tokens, num_pages, page_size)
-    rows = jnp.stack([k, v], axis=2).reshape(num_tokens, num_combined_heads, head_dim).astype(kv_pages.dtype)
-    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, padded_head_dim - head_dim)))
-    return kv_pages.at[page, offset].set(rows, mode="drop")
+    layout = PageLayout.of(kv_pages, k.shape[2])
+    page, offset = token_slots(slot_mapping, num_kv_update_slices, len(k), layout.num_pages, layout.page_size)
+    rows = token_rows(k, v, layout.num_lanes, is_packed=layout.is_packed).astype(kv_pages.dtype)
+    if layout.is_packed:
+        return kv_pages.at[page, offset // 2, :, offset % 2].set(rows, mode="drop")
+    return kv_pages.at[page, offset].set(rows.reshape(len(k), *kv_pages.shape[2:]), mode="drop")
 
 
 def token_slots(

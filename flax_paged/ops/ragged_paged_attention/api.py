@@ -46,7 +46,8 @@ def ragged_paged_attention(
     Args:
         q: [T, H, D], float32, bfloat16 or float16. Padding rows may hold anything.
         kv_pages: [num_pages, page_size, 2 * KV, padded D], of these dtypes too. Combined head 2h is K of kv head h,
-            2h + 1 its V. The step's own keys and values are already written.
+            2h + 1 its V. Or a pool in the TPU's layout (`ops.page_layout`), which has five dimensions. The step's own
+            keys and values are already written.
         seq_lens: i32[S]. Keys visible to each sequence's last query: its context plus this step's queries.
         block_tables: i32[S, P]. Page ids of each sequence in order; dead entries may be anything in range.
         query_start_loc: i32[S + 1]. Sequence i owns rows [query_start_loc[i], query_start_loc[i + 1]); entries past
@@ -89,7 +90,7 @@ def ragged_paged_attention(
     # Metadata often comes as numpy arrays, which tracers cannot index.
     arguments = [jnp.asarray(a) for a in (q, kv_pages, seq_lens, block_tables, query_start_loc, num_seqs)]
     options = {"sm_scale": sm_scale, "sliding_window": sliding_window, "soft_cap": soft_cap}
-    kernel_can = kv_pages.shape[3] % 128 == 0 and jnp.float16 not in (q.dtype, kv_pages.dtype)
+    kernel_can = kv_pages.shape[-1] % 128 == 0 and jnp.float16 not in (q.dtype, kv_pages.dtype)
     chosen = dispatch.choose_implementation(implementation, kernel_can=kernel_can)
     if chosen == "reference":
         return reference.ragged_paged_attention(*arguments, **options)
@@ -112,8 +113,8 @@ def ragged_paged_attention(
 def _check_arrays(q, kv_pages, seq_lens, block_tables, query_start_loc, num_seqs):
     dispatch.check_shape("q", q, ("num_tokens", "num_q_heads", "head_dim"))
     dispatch.check_dtype("q", q, dispatch.FLOAT_DTYPES)
-    dispatch.check_kv_pages(kv_pages, None, q.shape[2])
-    num_q_heads, num_kv_heads = q.shape[1], kv_pages.shape[2] // 2
+    layout = dispatch.check_kv_pages(kv_pages, None, q.shape[2])
+    num_q_heads, num_kv_heads = q.shape[1], layout.num_kv_heads
     if num_q_heads % num_kv_heads:
         raise ValueError(
             f"q has {num_q_heads} heads and kv_pages {num_kv_heads} kv heads: expected a multiple, each kv head serving"

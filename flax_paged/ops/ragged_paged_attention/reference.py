@@ -3,12 +3,15 @@
 import jax
 import jax.numpy as jnp
 
+from flax_paged.ops.page_layout import to_standard_layout
+
 
 def ragged_paged_attention(
     q, kv_pages, seq_lens, block_tables, query_start_loc, num_seqs, *, sm_scale, sliding_window, soft_cap
 ) -> jax.Array:
     """Attend in float32; see `api.ragged_paged_attention`."""
     num_tokens, num_q_heads, head_dim = q.shape
+    kv_pages = to_standard_layout(kv_pages, head_dim)
     num_kv_heads = kv_pages.shape[2] // 2
     padded_seq_len = block_tables.shape[1] * kv_pages.shape[1]
 

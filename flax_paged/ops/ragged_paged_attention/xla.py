@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from flax_paged.ops import dispatch
+from flax_paged.ops.page_layout import V_LANE, PageLayout
 
 # Fresh buffers larger than a few MB fault in every page at every call on a CPU, so gathered keys and values stay below.
 _GATHER_BYTES = 2 * 2**20
@@ -69,22 +70,26 @@ def ragged_paged_attention(
 class _Cache:
     """The page pool seen through the block tables, by sequence and key position."""
 
-    kv_pages: jax.Array  # [num_pages, page_size, 2 * KV, padded D]
+    kv_pages: jax.Array  # in any layout
     block_tables: jax.Array  # i32[S, P]
     head_dim: int
     compute_dtype: jnp.dtype
 
     @property
+    def layout(self) -> PageLayout:
+        return PageLayout.of(self.kv_pages, self.head_dim)
+
+    @property
     def num_kv_heads(self) -> int:
-        return self.kv_pages.shape[2] // 2
+        return self.layout.num_kv_heads
 
     @property
     def max_seq_len(self) -> int:
-        return self.block_tables.shape[1] * self.kv_pages.shape[1]
+        return self.block_tables.shape[1] * self.layout.page_size
 
     @property
     def bytes_per_token(self) -> int:
-        return self.kv_pages.shape[2] * self.head_dim * self.compute_dtype.itemsize
+        return 2 * self.num_kv_heads * self.head_dim * self.compute_dtype.itemsize
 
     def read(self, seqs: jax.Array, first_keys: jax.Array, last_keys: jax.Array, num_keys: int):
         """Read a block of keys and values of each of W sequences.
@@ -101,16 +106,23 @@ class _Cache:
         Returns:
             k and v [W, KV, L, D], and the keys' positions i32[W, L], not cut at the last key.
         """
-        num_pages, page_size, num_combined_heads, _ = self.kv_pages.shape
+        page_size, num_kv_heads = self.layout.page_size, self.num_kv_heads
         positions = first_keys[:, None] + jnp.arange(num_keys, dtype=jnp.int32)[None]
         slots = jnp.clip(positions, 0, jnp.maximum(last_keys, 0)[:, None])[:, None]  # [W, 1, L]
         pages = self.block_tables[seqs[:, None, None], slots // page_size]
-        k_heads = 2 * jnp.arange(self.num_kv_heads, dtype=jnp.int32)[None, :, None]
+        heads = jnp.arange(num_kv_heads, dtype=jnp.int32)[None, :, None]
+        tokens = slots % page_size
         # One gather a row of head_dim, straight into head-major order: a transpose afterwards costs more. Page and row
         # in it stay two indices, as the number of a row in the whole pool can pass 2**31.
-        rows = slots % page_size * num_combined_heads + k_heads  # [W, KV, L]
+        if self.layout.is_packed:
+            rows = (tokens // 2 * num_kv_heads + heads) * 2 + tokens % 2  # [W, KV, L]
+        else:
+            rows = (tokens * num_kv_heads + heads) * 2  # of K; that of V comes next
         pages = jnp.broadcast_to(pages, rows.shape)
-        pool = self.kv_pages.reshape(num_pages, page_size * num_combined_heads, -1)
+        pool = self.kv_pages.reshape(self.layout.num_pages, -1, self.layout.num_lanes)
+        if self.layout.is_packed:
+            kv = pool.at[pages, rows].get(mode="promise_in_bounds")
+            return kv[..., : self.head_dim], kv[..., V_LANE : V_LANE + self.head_dim], positions
         k, v = (pool.at[pages, rows + i, : self.head_dim].get(mode="promise_in_bounds") for i in (0, 1))
         return k, v, positions
 
