@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import logging
-import numbers
 import random
 import time
 from collections.abc import Collection, Iterator
@@ -16,6 +15,7 @@ from tqdm import tqdm
 from flax_paged.generation.drafts import NgramDrafter
 from flax_paged.generation.outputs import LogprobsOfToken, RequestOutput
 from flax_paged.generation.pages import PagePool
+from flax_paged.generation.prompts import Prompt, as_list_of_prompts, tokenize_prompt
 from flax_paged.generation.request import Request
 from flax_paged.generation.runner import LaunchedStep, ModelRunner, StepResult
 from flax_paged.generation.sampling_params import SamplingParams
@@ -23,8 +23,6 @@ from flax_paged.generation.scheduler import Schedule, Scheduler
 from flax_paged.generation.sequence import Sequence
 from flax_paged.generation.stats import EngineStats
 from flax_paged.generation.text import Tokenizer
-
-Prompt = str | Sequences[int]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -56,6 +54,9 @@ class Engine:
         num_speculative_tokens: Guess up to this many next tokens of a decoding sequence from what it said before, and
             verify them in one step. No token changes; text that repeats itself comes faster. 0 is off. With it, the
             host no longer works ahead of the device.
+        decode_steps_per_call: Run up to this many decode steps in one compiled call. No token changes; the host has
+            less to do, but new requests and tokens wait for the end of a call, and what a call computes past the end of
+            an answer is lost. See `Scheduler` for when it runs fewer.
         max_logprobs: Most `logprobs` and `prompt_logprobs` a request may ask for.
         max_logit_entries: Most tokens of a request whose logits are changed one by one: logit_bias, allowed_token_ids,
             bad_words, and the ids that min_tokens bans.
@@ -80,6 +81,7 @@ class Engine:
         max_prefill_chunk: int | None = None,
         enable_prefix_caching: bool = True,
         num_speculative_tokens: int = 0,
+        decode_steps_per_call: int = 1,
         max_logprobs: int = 20,
         max_logit_entries: int = 512,
         eos_token_ids: Collection[int] | None = None,
@@ -97,6 +99,11 @@ class Engine:
         ):
             if value < 0:
                 raise ValueError(f"Engine({name}={value}): expected 0 or more.")
+        if decode_steps_per_call > 1 and num_speculative_tokens:
+            raise ValueError(
+                f"Engine({decode_steps_per_call=}, {num_speculative_tokens=}): expected one of the two; guesses are"
+                " made on the host, between steps."
+            )
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(_eos_token_ids(tokenizer, eos_token_ids))
@@ -110,6 +117,7 @@ class Engine:
             max_logprobs=max_logprobs,
             max_logit_entries=max_logit_entries,
             has_drafts=num_speculative_tokens > 0,
+            decode_steps_per_call=decode_steps_per_call,
             kv_cache_dtype=kv_cache_dtype,
         )
         self.vocab_size = self._runner.vocab_size
@@ -120,6 +128,7 @@ class Engine:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_prefill_chunk=max_prefill_chunk,
+            decode_steps_per_call=decode_steps_per_call,
         )
         self._requests: dict[str, Request] = {}
         self._num_speculative_tokens = num_speculative_tokens
@@ -351,27 +360,26 @@ class Engine:
                 del self._requests[request.request_id]
 
     def _report_tokens(self, request: Request, result: StepResult) -> None:
-        """Give a sequence the tokens sampled after its last one and after each guess that was right."""
-        sequence, drafts = result.item.sequence, result.item.draft_token_ids
+        """Give a sequence its tokens, up to the first that ends it."""
+        sequence = result.item.sequence
         num_top = sequence.params.logprobs
-        num_right = 0
-        for i, token_id in enumerate(result.token_ids):
-            logprobs = None
-            if num_top is not None:
-                logprobs = self._with_texts(result.logprobs(result.first_row + i, token_id, num_top))
+        num_new = 0
+        for row, token_id in result.accepted():
+            logprobs = None if num_top is None else self._with_texts(result.logprobs(row, token_id, num_top))
             request.append(sequence, token_id, logprobs)
-            num_right = i
-            if sequence.finish_reason or i == len(drafts) or token_id != drafts[i]:
+            num_new += 1
+            if sequence.finish_reason:
                 break
-        self.scheduler.reject_drafts(sequence, len(drafts) - num_right)
-        self.scheduler.counts["num_right_draft_tokens"] += num_right
-        self.scheduler.counts["num_sampled_tokens"] += num_right + 1
+        self.scheduler.counts["num_sampled_tokens"] += num_new
+        if num_drafts := len(result.item.draft_token_ids):
+            self.scheduler.reject_drafts(sequence, num_drafts - (num_new - 1))
+            self.scheduler.counts["num_right_draft_tokens"] += num_new - 1
         if sequence.finish_reason:
             self.scheduler.finish(sequence, sequence.finish_reason)
 
     def _report_prompt(self, request: Request, result: StepResult) -> None:
         item, sequence = result.item, result.item.sequence
-        row = result.first_row + 1 - item.num_new_tokens
+        row = result.rows[0] + 1 - item.num_new_tokens
         for position in range(
             item.context_len + 1, min(item.context_len + item.num_new_tokens + 1, sequence.prompt_len)
         ):
@@ -426,7 +434,7 @@ class Engine:
     def _submit(
         self, prompts: Prompt | Sequences[Prompt], sampling_params: SamplingParams | Sequences[SamplingParams] | None
     ) -> list[Request]:
-        prompts = _as_list_of_prompts(prompts)
+        prompts = as_list_of_prompts(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)
         if len(sampling_params) != len(prompts):
@@ -458,7 +466,9 @@ class Engine:
     ) -> Request:
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params={params!r}: expected SamplingParams.")
-        text, token_ids = self._tokenize(prompt)
+        text, token_ids = tokenize_prompt(
+            prompt, self.tokenizer, vocab_size=self.vocab_size, max_model_len=self.max_model_len
+        )
         arrival = next(self._arrivals)
         request_id = str(arrival) if request_id is None else request_id
         if request_id in self._requests:
@@ -516,38 +526,8 @@ class Engine:
         encoded = {tuple(self.tokenizer.encode(word, add_special_tokens=False)) for word in words}
         return sorted(ids for ids in encoded if ids)
 
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """Return the prompt's text, if it is one, and its token ids, checked."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("The prompt is text, but the engine has no tokenizer; give token ids or a tokenizer.")
-            text, token_ids = prompt, list(self.tokenizer.encode(prompt))
-        else:
-            text, token_ids = None, list(prompt)
-        if not token_ids:
-            raise ValueError("The prompt has no tokens; expected at least one.")
-        for token_id in token_ids:
-            if not isinstance(token_id, numbers.Integral):
-                raise ValueError(f"The prompt holds {token_id!r}; expected text or a list of integer token ids.")
-            if not 0 <= token_id < self.vocab_size:
-                raise ValueError(f"The prompt holds token id {token_id}; expected 0 <= id < {self.vocab_size}.")
-        if len(token_ids) >= self.max_model_len:
-            raise ValueError(
-                f"The prompt has {len(token_ids)} tokens and max_model_len={self.max_model_len} must hold at least one"
-                " more; shorten the prompt or raise max_model_len."
-            )
-        return text, [int(token_id) for token_id in token_ids]
-
 
 def _eos_token_ids(tokenizer: Tokenizer | None, eos_token_ids: Collection[int] | None) -> Collection[int]:
     if eos_token_ids is not None:
         return eos_token_ids
     return tokenizer.eos_token_ids if tokenizer is not None else ()
-
-
-def _as_list_of_prompts(prompts: Prompt | Sequences[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    prompts = list(prompts)
-    is_one_prompt = bool(prompts) and all(isinstance(token, numbers.Integral) for token in prompts)
-    return [prompts] if is_one_prompt else prompts

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 from collections.abc import Collection
 from collections.abc import Sequence as Tokens
 
@@ -49,6 +50,12 @@ class LogitRules:
     def max_entries(self) -> int:
         """Most entries that a token can have."""
         return len(self._always) + len(self._stops) * (self._min_tokens > 0) + len(self._bad_words)
+
+    def num_steps_alike(self, num_output: int) -> int:
+        """Return how many tokens, from the one after `num_output` on, have the same entries whatever is said."""
+        if any(len(word) > 1 for word in self._bad_words):
+            return 1
+        return self._min_tokens - num_output if num_output < self._min_tokens else sys.maxsize
 
     def entries(self, output: Tokens[int], num_output: int) -> list[LogitEntry]:
         """Return the entries for the next token.

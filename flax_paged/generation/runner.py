@@ -14,6 +14,7 @@ from tqdm import tqdm
 from flax_paged.attention import PagedAttention, cache_spec_for, drop_cache, init_cache
 from flax_paged.cache import KVCache
 from flax_paged.generation.batch import Batch, BatchLimits, Bucket, Buckets, build_batch, first_sampled_rows
+from flax_paged.generation.decode_loop import run_decode_steps
 from flax_paged.generation.outputs import Logprob, LogprobsOfToken
 from flax_paged.generation.sampling import SampledTokens, sample
 from flax_paged.generation.scheduler import Schedule, ScheduledSequence
@@ -29,15 +30,23 @@ class StepResult:
 
     Fields:
         item: The scheduled sequence.
-        token_ids: The token sampled after its last known token, and after each of its drafts.
-        first_row: Row of the first of them in `sampled`.
+        token_ids: The tokens sampled: after its last token and each of its drafts, or in each step of the call.
+        rows: The row of each in `sampled`.
         sampled: All that came back, on the host, if any log-probabilities are wanted.
     """
 
     item: ScheduledSequence
     token_ids: list[int]
-    first_row: int
+    rows: range
     sampled: SampledTokens | None
+
+    def accepted(self) -> Iterator[tuple[int, int]]:
+        """Yield row and id of each token that counts: behind a draft that was wrong, none does."""
+        drafts = self.item.draft_token_ids
+        for i, (row, token_id) in enumerate(zip(self.rows, self.token_ids, strict=True)):
+            yield row, token_id
+            if i < len(drafts) and token_id != drafts[i]:
+                return
 
     def logprobs(self, row: int, token_id: int, num_top: int) -> LogprobsOfToken:
         """Return the log-probability of a row's token and of the most likely ones, without their texts."""
@@ -52,13 +61,14 @@ class LaunchedStep:
     """A step that the device has been given; reading its results waits for it.
 
     Args:
-        items: The scheduled sequences.
-        bucket: The step's shape.
+        schedule: What it does.
+        bucket: Its shape.
         sampled: What the device returns.
     """
 
-    def __init__(self, items: list[ScheduledSequence], bucket: Bucket, sampled: SampledTokens):
-        self._items = items
+    def __init__(self, schedule: Schedule, bucket: Bucket, sampled: SampledTokens):
+        self._items = schedule.items
+        self._num_steps = schedule.num_decode_steps
         self._bucket = bucket
         self._sampled = sampled
 
@@ -70,7 +80,10 @@ class LaunchedStep:
         token_ids = np.asarray(self._sampled.token_ids).tolist()
         host = jax.device_get(self._sampled) if has_logprobs else None
         for item, first in zip(self._items, first_sampled_rows(self._items, self._bucket), strict=True):
-            yield StepResult(item, token_ids[first : first + 1 + len(item.draft_token_ids)], first, host)
+            rows = range(first, first + 1 + len(item.draft_token_ids))
+            if self._num_steps > 1:
+                rows = range(first, self._num_steps * self._bucket.num_rows, self._bucket.num_rows)
+            yield StepResult(item, token_ids[rows.start : rows.stop : rows.step], rows, host)
 
 
 class ModelRunner:
@@ -88,6 +101,7 @@ class ModelRunner:
         max_logprobs: Most likely tokens reported a row; 0 for no log-probabilities of the prompt either.
         max_logit_entries: Most tokens of a sequence whose logits are changed one by one.
         has_drafts: Whether steps may have drafts to verify.
+        decode_steps_per_call: Most decode steps in a compiled call.
         kv_cache_dtype: Dtype of the cache; None for that of the model.
 
     Raises:
@@ -106,6 +120,7 @@ class ModelRunner:
         max_logprobs: int = 20,
         max_logit_entries: int = 512,
         has_drafts: bool = False,
+        decode_steps_per_call: int = 1,
         kv_cache_dtype: Any = None,
     ):
         max_pages_per_seq = -(-max_model_len // page_size)
@@ -129,13 +144,20 @@ class ModelRunner:
         self.max_logprobs = min(max_logprobs, self.vocab_size)
         step = functools.partial(_sample_next, max_logprobs=self.max_logprobs)
         self._step = CompiledStep(own, step, name="engine_step")
+        self._decode_steps = None
+        if decode_steps_per_call > 1:
+            decode_steps = functools.partial(
+                run_decode_steps, step=step, max_steps=decode_steps_per_call, page_size=page_size
+            )
+            self._decode_steps = self._step.with_function(decode_steps, name="engine_decode_steps")
         self._copy_pages = self._step.with_function(_copy_pages, name="copy_pages")
         self._last_token_ids = jnp.zeros(max_num_seqs, jnp.int32)
 
     @property
     def num_traces(self) -> int:
         """How many step shapes have been traced."""
-        return self._step.num_traces + self._copy_pages.num_traces
+        steps = (self._step, self._decode_steps, self._copy_pages)
+        return sum(step.num_traces for step in steps if step is not None)
 
     def launch(self, schedule: Schedule) -> LaunchedStep:
         """Give the device a step, without waiting for it. Pending tokens are those of the launch before this one."""
@@ -143,8 +165,9 @@ class ModelRunner:
         if copies:
             self._copy(copies)
         bucket = self.buckets.choose(schedule)
-        sampled, self._last_token_ids = self._step(self._batch(schedule.items, bucket), self._last_token_ids)
-        return LaunchedStep(schedule.items, bucket, sampled)
+        batch = self._batch(schedule.items, bucket)
+        sampled, self._last_token_ids = self._run(batch, bucket, schedule.num_decode_steps)
+        return LaunchedStep(schedule, bucket, sampled)
 
     def warmup(self, *, progress: bool = True) -> None:
         """Compile everything that a later step could need, on batches without sequences.
@@ -155,7 +178,7 @@ class ModelRunner:
         self._copy([(0, 0)])
         quiet = None if progress else True  # None: quiet where stderr is not a terminal
         for bucket in tqdm(self.buckets.all(), desc="Compiling", unit="shape", disable=quiet):
-            jax.block_until_ready(self._step(self._batch([], bucket), self._last_token_ids))
+            jax.block_until_ready(self._run(self._batch([], bucket), bucket, 1))
 
     def update_weights(self, weights: nnx.Module | nnx.State) -> None:
         """Take new weights without compiling again; what the cache holds came from the old ones."""
@@ -165,6 +188,11 @@ class ModelRunner:
         """Start from an empty cache, after a step that failed."""
         self._step.reset_cache()
         self._last_token_ids = jnp.zeros(self.max_num_seqs, jnp.int32)
+
+    def _run(self, batch: Batch, bucket: Bucket, num_steps: int) -> tuple[SampledTokens, jax.Array]:
+        if self._decode_steps is not None and bucket.is_decode:
+            return self._decode_steps(batch, self._last_token_ids, np.int32(num_steps))
+        return self._step(batch, self._last_token_ids)
 
     def _copy(self, copies: list[tuple[int, int]]) -> None:
         # Padded by repeating the last copy, to the most a step can need: one compilation.

@@ -31,6 +31,11 @@ class ScheduledSequence:
     page_copies: tuple[tuple[int, int], ...] = ()
 
     @property
+    def is_decode(self) -> bool:
+        """Whether it is one token after which one is sampled, and nothing else is asked."""
+        return self.num_new_tokens == 1 and self.samples and not self.reports_prompt
+
+    @property
     def reports_prompt(self) -> bool:
         """Whether the step has prompt tokens whose log-probabilities are wanted."""
         sequence = self.sequence
@@ -39,11 +44,19 @@ class ScheduledSequence:
 
 @dataclasses.dataclass
 class Schedule:
-    """What a step does: `items` in row order, `num_tokens` in all; `preempted` lost their pages and wait again."""
+    """What a step does, or several decode steps in one call.
+
+    Fields:
+        items: The sequences' shares, in row order.
+        preempted: Sequences that lost their pages and wait again.
+        num_tokens: Tokens of one step.
+        num_decode_steps: Steps of the call; more than 1 only if every item is one token after which one is sampled.
+    """
 
     items: list[ScheduledSequence] = dataclasses.field(default_factory=list)
     preempted: list[Sequence] = dataclasses.field(default_factory=list)
     num_tokens: int = 0
+    num_decode_steps: int = 1
 
     def append(self, item: ScheduledSequence) -> None:
         """Add an item."""
@@ -64,11 +77,15 @@ class Scheduler:
     never overtaken. When pages run out, the running sequence of the worst rank gives up its pages and waits to be
     computed again, generated tokens included; so the sequence of the best rank always advances, and none starves.
 
+    A call runs several decode steps only if every sequence in it decodes, none can reach its length limit before the
+    last of them, no one's logit rules change between them, and there are pages for all of them that nobody holds.
+
     Args:
         pool: The pages.
         max_num_seqs: Most sequences in a step.
         max_num_batched_tokens: Most tokens in a step.
         max_prefill_chunk: Most tokens of one prompt in a step; None for the whole budget.
+        decode_steps_per_call: Most decode steps in one compiled call.
 
     Raises:
         ValueError: A count is below 1, or the budget cannot decode every sequence at once.
@@ -81,6 +98,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_prefill_chunk: int | None = None,
+        decode_steps_per_call: int = 1,
     ):
         if max_num_seqs < 1:
             raise ValueError(f"{max_num_seqs=}: expected at least 1.")
@@ -91,7 +109,10 @@ class Scheduler:
             )
         if max_prefill_chunk is not None and max_prefill_chunk < 1:
             raise ValueError(f"{max_prefill_chunk=}: expected at least 1, or None.")
+        if decode_steps_per_call < 1:
+            raise ValueError(f"{decode_steps_per_call=}: expected at least 1.")
         self.pool = pool
+        self.decode_steps_per_call = decode_steps_per_call
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_chunk = max_prefill_chunk or max_num_batched_tokens
@@ -148,13 +169,14 @@ class Scheduler:
         for item in schedule.items:
             self._commit(item)
         self.waits_for = "num_pages" if schedule.preempted else self._admit(schedule)
+        self._add_decode_steps(schedule)
         for item in schedule.items:
             # Not before the end: a fork copies its leader's last page, which this step may still have to compute.
             if item.sequence.num_computed_tokens >= item.sequence.prompt_len:
                 self._release_forks(item.sequence)
         for row, item in enumerate(schedule.items):
             if item.samples:
-                item.sequence.num_pending_tokens += 1
+                item.sequence.num_pending_tokens += schedule.num_decode_steps
                 item.sequence.previous_row = row
         self._count(schedule)
         return schedule
@@ -205,6 +227,23 @@ class Scheduler:
                 return
         self._place(sequence, num_new, schedule, drafts)
 
+    def _add_decode_steps(self, schedule: Schedule) -> None:
+        """Give the call as many decode steps as it may have, and their pages."""
+        sequences = [item.sequence for item in schedule.items]
+        if not sequences or not all(item.is_decode for item in schedule.items):
+            return
+        num_steps = min(self.decode_steps_per_call, *(sequence.num_decode_steps for sequence in sequences))
+        # The pages that hold the first step's tokens are writable already; those of the others are new.
+        while num_steps > 1 and self.pool.num_available < sum(
+            self._num_pages_missing(sequence, num_steps - 1) for sequence in sequences
+        ):
+            num_steps -= 1
+        for sequence in sequences:
+            sequence.num_computed_tokens += num_steps - 1
+            while len(sequence.pages) < self.pool.pages_for(sequence.num_computed_tokens):
+                sequence.pages.append(self.pool.allocate())
+        schedule.num_decode_steps = num_steps
+
     def _affordable_drafts(self, sequence: Sequence, schedule: Schedule) -> tuple[int, ...]:
         """Guess tokens within what the others leave of the budget, and without taking a page from anybody."""
         drafts = sequence.draft()
@@ -237,8 +276,8 @@ class Scheduler:
         return None
 
     def _count(self, schedule: Schedule) -> None:
-        self.counts["num_steps"] += bool(schedule.items)
-        self.counts["num_computed_tokens"] += schedule.num_tokens
+        self.counts["num_steps"] += schedule.num_decode_steps if schedule.items else 0
+        self.counts["num_computed_tokens"] += schedule.num_tokens * schedule.num_decode_steps
         self.counts["num_preemptions"] += len(schedule.preempted)
         self.counts["num_draft_tokens"] += sum(len(item.draft_token_ids) for item in schedule.items)
         if self.waits_for:

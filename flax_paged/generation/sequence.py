@@ -22,8 +22,8 @@ class Sequence:
     """Tokens, pages and progress of one answer.
 
     Every token is in one of three states. *Computed*: its keys and values are in the cache, or will be when the steps
-    that have been launched are through. *Known*: the host has its id. *Pending*: it was sampled by a launched step
-    whose result the host has not read; the next step takes its id from the device.
+    that have been launched are through. *Known*: the host has its id. *Pending*: it was sampled by a launched call
+    whose result the host has not read; the next step takes the last one's id from the device.
 
     Args:
         request_id: The request's name.
@@ -91,6 +91,14 @@ class Sequence:
         if self.num_tokens >= self.max_num_tokens:
             return 0
         return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def num_decode_steps(self) -> int:
+        """Steps that it can decode in one call, at least 1: up to its last token, while its rules stay the same."""
+        if self.params.has_penalties:
+            return 1  # they count tokens that the host must know
+        num_same = self.rules.num_steps_alike(self.num_tokens - self.prompt_len)
+        return max(min(num_same, self.max_num_tokens - self.num_tokens), 1)
 
     def draft(self) -> tuple[int, ...]:
         """Guess tokens that may follow the known ones, if the sequence is decoding and may have them."""

@@ -21,16 +21,23 @@ def make_sequence(prompt_len, max_tokens=4, *, arrival=0, priority=0, first_toke
     )
 
 
-def make_scheduler(num_pages=32, page_size=4, *, max_num_seqs=4, max_num_batched_tokens=16, chunk=None, cache=True):
-    pool = PagePool(num_pages, page_size, prefix_caching=cache)
+def make_scheduler(
+    num_pages=32, page_size=4, *, max_num_seqs=4, max_num_batched_tokens=16, chunk=None, cache=True, decode_steps=1
+):
     return Scheduler(
-        pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_prefill_chunk=chunk
+        PagePool(num_pages, page_size, prefix_caching=cache),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_prefill_chunk=chunk,
+        decode_steps_per_call=decode_steps,
     )
 
 
 def take_results(scheduler, schedule, token=7):
     for item in schedule.items:
-        if item.samples and not item.sequence.is_finished:
+        for _ in range(schedule.num_decode_steps * item.samples):
+            if item.sequence.is_finished:
+                break
             item.sequence.append(token)
             if item.sequence.finish_reason:
                 scheduler.finish(item.sequence, item.sequence.finish_reason)
@@ -166,6 +173,32 @@ def test_common_prefix_is_computed_once_even_within_a_step():
     assert rows(scheduler.schedule()) == [("0", 0, 17), ("1", 16, 1), ("2", 16, 1), ("3", 16, 1)]
 
 
+def test_a_call_has_as_many_decode_steps_as_lengths_and_pages_allow():
+    scheduler = make_scheduler(num_pages=4, decode_steps=8)
+    long, short = make_sequence(3, max_tokens=7), make_sequence(3, max_tokens=3, arrival=1, first_token=9)
+    for sequence in (long, short):
+        scheduler.add(sequence)
+    steps = []
+    while scheduler.has_unfinished:
+        schedule = scheduler.schedule()
+        take_results(scheduler, schedule)
+        steps.append((len(schedule.items), schedule.num_decode_steps, len(long.pages)))
+    # The prompts; up to the short one's end; the long one alone, within the three pages that its 9 cached tokens need.
+    assert steps == [(2, 1, 1), (2, 2, 2), (1, 4, 0)]
+    assert len(long.output_token_ids) == 7 and len(short.output_token_ids) == 3
+
+
+def test_decode_steps_take_no_page_from_anybody():
+    scheduler = make_scheduler(num_pages=2, decode_steps=8)
+    sequences = [make_sequence(3, max_tokens=2, arrival=i, first_token=9 * i) for i in range(2)]
+    sequences[0].max_num_tokens = 8
+    for sequence in sequences:
+        scheduler.add(sequence)
+    take_results(scheduler, scheduler.schedule())
+    schedule = scheduler.schedule()
+    assert (schedule.num_decode_steps, schedule.preempted) == (1, [])
+
+
 requests = st.lists(
     st.tuples(st.integers(1, 20), st.integers(1, 12), st.integers(0, 2), st.integers(0, 3)), min_size=1, max_size=12
 )
@@ -178,11 +211,12 @@ requests = st.lists(
     chunk=st.sampled_from([None, 1, 5]),
     cache=st.booleans(),
     steps_ahead=st.booleans(),
+    decode_steps=st.sampled_from([1, 3, 8]),
     data=st.data(),
 )
-def test_every_request_ends_and_every_page_returns(requests, num_pages, chunk, cache, steps_ahead, data):
+def test_every_request_ends_and_every_page_returns(requests, num_pages, chunk, cache, steps_ahead, decode_steps, data):
     """Random arrivals, priorities, aborts and stops, in a pool that forces preemption."""
-    scheduler = make_scheduler(num_pages, 4, max_num_seqs=4, max_num_batched_tokens=8, chunk=chunk, cache=cache)
+    scheduler = make_scheduler(num_pages, max_num_batched_tokens=8, chunk=chunk, cache=cache, decode_steps=decode_steps)
     written = {}  # page -> the (position, tokens up to it) that each slot was computed for
     sequences = []
     in_flight = None
@@ -217,9 +251,15 @@ def check_schedule(scheduler, schedule):
     assert len({id(item.sequence) for item in schedule.items}) == len(schedule.items) <= 4
     for item in schedule.items:
         assert item.sequence in scheduler.running
-        assert len(item.sequence.pages) >= scheduler.pool.pages_for(item.context_len + item.num_new_tokens)
+        assert len(item.sequence.pages) >= scheduler.pool.pages_for(end_of(item, schedule))
+        assert item.sequence.num_tokens <= item.sequence.max_num_tokens
+        assert item.is_decode or schedule.num_decode_steps == 1
     held = [page for sequence in scheduler.running for page in sequence.pages]
     assert scheduler.pool.num_live == len(set(held))
+
+
+def end_of(item, schedule):
+    return item.context_len + item.num_new_tokens + schedule.num_decode_steps - 1
 
 
 def write_and_check(schedule, written):
@@ -228,11 +268,11 @@ def write_and_check(schedule, written):
     A pending token is not known, so a prefix is compared up to the tokens known when it was written.
     """
     for item in schedule.items:
-        for position in range(item.context_len, item.context_len + item.num_new_tokens):
+        for position in range(item.context_len, end_of(item, schedule)):
             page, offset = item.sequence.pages[position // 4], position % 4
             written[page, offset] = (position, tuple(item.sequence.token_ids[: position + 1]))
     for item in schedule.items:
-        for position in range(item.context_len + item.num_new_tokens):
+        for position in range(end_of(item, schedule)):
             page, offset = item.sequence.pages[position // 4], position % 4
             was_position, prefix = written[page, offset]
             assert was_position == position and prefix == tuple(item.sequence.token_ids[: len(prefix)])
