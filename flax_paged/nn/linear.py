@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from flax_paged.nn.lora import LoRA, StackedLoRA
+
 
 def contract_last(x: jax.Array, weight: jax.Array) -> jax.Array:
     """Return `x @ weight.T`, multiplied in the weight's dtype and accumulated in float32.
@@ -34,6 +36,8 @@ def _dot(x: jax.Array, weight: jax.Array) -> jax.Array:
 class Linear(nnx.Module):
     """`y = x @ weight.T + bias`, accumulated in float32 and returned in x's dtype.
 
+    An adapter in the attribute `lora` (see `flax_paged.training.add_lora`) is added before the sum is rounded.
+
     Args:
         in_features: Size of the axis that is contracted.
         out_features: Size of the axis that comes out.
@@ -58,11 +62,19 @@ class Linear(nnx.Module):
         weight = jax.random.normal(rngs.params(), (out_features, in_features)) * initializer_range
         self.weight = nnx.Param(weight.astype(dtype), logical_axes=axes)
         self.bias = nnx.Param(jnp.zeros(out_features, dtype), logical_axes=axes[:1]) if use_bias else None
+        self.lora: LoRA | StackedLoRA | None = nnx.data(None)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Map x [..., in] to [..., out] in x's dtype."""
+    def __call__(self, x: jax.Array, adapter_ids: jax.Array | None = None) -> jax.Array:
+        """Map x [..., in] to [..., out] in x's dtype.
+
+        Args:
+            x: [..., in].
+            adapter_ids: i32[...]: each token's adapter, where several are stacked; 0 for none.
+        """
         y = contract_last(x, self.weight[...])
         if self.bias is not None:
             bias = self.bias[...].astype(jnp.float32)
             y = y + bias.reshape((1,) * (y.ndim - 1) + bias.shape)
+        if self.lora is not None:
+            y = y + self.lora(x, adapter_ids)
         return y.astype(x.dtype)

@@ -79,7 +79,7 @@ class GatedMLP(nnx.Module):
         self.down_proj = linear(hidden_features, features, axes=("embed", "mlp"))
         self.activation = activation
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Map x [..., features] to the same shape and dtype."""
-        gate = ACTIVATIONS[self.activation](self.gate_proj(x))  # [..., hidden_features]
-        return self.down_proj(gate * self.up_proj(x))
+    def __call__(self, x: jax.Array, adapter_ids: jax.Array | None = None) -> jax.Array:
+        """Map x [..., features] to the same shape and dtype; `adapter_ids` as in `Linear`."""
+        gate = ACTIVATIONS[self.activation](self.gate_proj(x, adapter_ids))  # [..., hidden_features]
+        return self.down_proj(gate * self.up_proj(x, adapter_ids), adapter_ids)

@@ -16,6 +16,7 @@ from flax_paged.nn.embedding import Embedding
 from flax_paged.nn.linear import Linear, contract_last
 from flax_paged.nn.mlp import GatedMLP
 from flax_paged.nn.norms import RMSNorm
+from flax_paged.nn.remat import call_layer
 from flax_paged.nn.rope import apply_rope, depends_on_seq_lens, rope_tables
 
 
@@ -176,6 +177,7 @@ class Llama(nnx.Module):
         *,
         positions: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
+        remat: str | None = None,
     ) -> jax.Array:
         """Return logits.
 
@@ -185,6 +187,8 @@ class Llama(nnx.Module):
                 they attend within the batch.
             positions: Dense form only: i32[B, L], by default 0 ... L - 1.
             segment_ids: Dense form only: i32[B, L]; tokens attend within equal ids (packed sequences).
+            remat: Dense form only: what of each layer the backward pass computes again; None, "dots" or "full" (see
+                `flax_paged.nn.remat`).
 
         Returns:
             With metadata f32[N, vocab], for the rows of `metadata.logits_indices` (by default the last token of each
@@ -195,11 +199,13 @@ class Llama(nnx.Module):
         """
         if metadata is None:
             batch = self._dense_batch(tokens, positions, segment_ids)
+        elif remat is not None:
+            raise ValueError(f"{remat=} belongs to the dense form: with metadata there is no backward pass.")
         else:
             batch = self._paged_batch(tokens, metadata, positions, segment_ids)
         x = self.embed_tokens(tokens)  # [T, hidden] or [B, L, hidden]
         for layer in self.layers:
-            x = layer(x, batch)
+            x = call_layer(layer, x, batch, remat=remat)
         if metadata is not None:
             x = x[metadata.logits_rows()]  # [N, hidden]
         return self.logits(self.norm(x))
