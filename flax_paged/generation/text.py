@@ -128,6 +128,11 @@ class Tokenizer:
             ids = [self.bos_token_id, *ids] if self.adds_bos else ids[1:]
         return ids
 
+    def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the ids of a text, without adding special tokens, and where in the text each begins and ends."""
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids: what `IncrementalDetokenizer` gives piece by piece.
 
@@ -173,6 +178,10 @@ class Tokenizer:
         if self.adds_bos and ids[:1] != [self.bos_token_id]:
             ids.insert(0, self.bos_token_id)
         return ids
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Return the bytes a token stands for; None where the decoder joins tokens by other rules than bytes."""
+        return None if self._to_bytes is None else self._token_bytes(token_id)
 
     def convert_ids_to_tokens(self, token_ids: Iterable[int]) -> list[str | None]:
         """Return each id's token as the vocabulary spells it; None where there is none."""
