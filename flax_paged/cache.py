@@ -1,12 +1,14 @@
 """The paged KV cache: its shape and bytes (`CacheSpec`) and the Variable that holds it (`KVCache`)."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx import reprlib
+
+from flax_paged.ops.page_layout import MAX_PACKED_HEAD_DIM, NUM_LANES
 
 # Half of a TPU core's 1 MiB of SMEM may hold a step's block tables (the rule of the vLLM Pallas backend).
 _BLOCK_TABLE_BYTES = 1024 * 1024 // 2
@@ -18,8 +20,10 @@ _MAX_INT32 = 2**31 - 1
 class CacheSpec:
     """Shape, dtype and bytes of one layer's paged KV cache.
 
-    The cache is one array `[num_pages, page_size, 2 * num_kv_heads, padded_head_dim]`. Combined head `2h` holds the
-    keys of KV head `h` and `2h + 1` its values.
+    The standard layout is one array `[num_pages, page_size, 2 * num_kv_heads, padded_head_dim]`. Combined head `2h`
+    holds the keys of KV head `h` and `2h + 1` its values. The TPU's layout has five dimensions; it pads no heads, and
+    keys and values of up to 64 elements share the 128 lanes. `flax_paged.ops` describes, reads and converts both
+    (`to_standard_layout`, `to_tpu_layout`).
 
     Args:
         num_kv_heads: KV heads of the layer.
@@ -28,11 +32,12 @@ class CacheSpec:
         page_size: Tokens in a page.
         dtype: Element type; float32, bfloat16 or float16.
         head_dim_alignment: `head_dim` is padded up to a multiple of this. None means 128 on TPU, where the Pallas
-            kernels need full lanes, and 1 elsewhere.
+            kernels need full lanes, and 1 elsewhere. Packed heads take 64.
+        layout: "standard" or "tpu". None means "tpu" on TPU wherever its kernels read it.
 
     Raises:
-        ValueError: A count is below 1, the dtype is not a supported cache dtype, or the pool has more token slots than
-            an int32 can number.
+        ValueError: A count is below 1, the dtype is not a supported cache dtype, the pool has more token slots than an
+            int32 can number, or the TPU's layout cannot hold the shape.
     """
 
     num_kv_heads: int
@@ -41,10 +46,12 @@ class CacheSpec:
     page_size: int
     dtype: Any = jnp.bfloat16
     head_dim_alignment: int | None = None
+    layout: Literal["standard", "tpu"] | None = None
 
     def __post_init__(self):
+        is_for_tpu = self.layout == "tpu" or jax.default_backend() == "tpu"
         if self.head_dim_alignment is None:
-            object.__setattr__(self, "head_dim_alignment", 128 if jax.default_backend() == "tpu" else 1)
+            object.__setattr__(self, "head_dim_alignment", NUM_LANES if is_for_tpu else 1)
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
         for name in ("num_kv_heads", "head_dim", "page_size", "head_dim_alignment"):
             if getattr(self, name) < 1:
@@ -59,16 +66,43 @@ class CacheSpec:
                 f"CacheSpec(num_pages={self.num_pages}, page_size={self.page_size}) has {num_slots} token slots, more"
                 f" than the {_MAX_INT32} that an int32 slot number can address; use fewer pages."
             )
+        self._choose_layout(is_for_tpu)
+
+    def _choose_layout(self, is_for_tpu: bool) -> None:
+        if self.layout not in (None, "standard", "tpu"):
+            raise ValueError(f"CacheSpec(layout={self.layout!r}): expected 'standard', 'tpu' or None.")
+        is_small = self.head_dim <= MAX_PACKED_HEAD_DIM
+        obstacle = None
+        if self.head_dim_alignment % NUM_LANES:
+            obstacle = f"head_dim_alignment={self.head_dim_alignment}): expected a multiple of {NUM_LANES}"
+        elif is_small and self.page_size % 2:
+            obstacle = f"page_size={self.page_size}): expected an even number, as heads of up to 64 pair tokens"
+        if self.layout == "tpu" and obstacle:
+            raise ValueError(f"CacheSpec(layout='tpu', {obstacle}, or layout='standard'.")
+        if self.layout is None:
+            is_read = is_for_tpu and not obstacle and self.dtype != jnp.float16
+            object.__setattr__(self, "layout", "tpu" if is_read else "standard")
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether keys and values share the lanes of a row."""
+        return self.layout == "tpu" and self.head_dim <= MAX_PACKED_HEAD_DIM
 
     @property
     def padded_head_dim(self) -> int:
-        """`head_dim` rounded up to a multiple of `head_dim_alignment`."""
+        """What a head takes in the cache: `head_dim` rounded up to a multiple of `head_dim_alignment`; 64 if packed."""
+        if self.is_packed:
+            return MAX_PACKED_HEAD_DIM
         return -(-self.head_dim // self.head_dim_alignment) * self.head_dim_alignment
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """Shape of the cache array: `(num_pages, page_size, 2 * num_kv_heads, padded_head_dim)`."""
-        return (self.num_pages, self.page_size, 2 * self.num_kv_heads, self.padded_head_dim)
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the cache array: `(num_pages, page_size, 2 * num_kv_heads, padded_head_dim)`, or the TPU's."""
+        if self.layout == "standard":
+            return (self.num_pages, self.page_size, 2 * self.num_kv_heads, self.padded_head_dim)
+        if self.is_packed:
+            return (self.num_pages, self.page_size // 2, self.num_kv_heads, 2, NUM_LANES)
+        return (self.num_pages, self.page_size, self.num_kv_heads, 2, self.padded_head_dim)
 
     @property
     def page_nbytes(self) -> int:

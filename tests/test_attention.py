@@ -9,6 +9,7 @@ from flax import nnx
 from flax_paged.attention import PagedAttention, cache_spec_for, drop_cache, init_cache
 from flax_paged.cache import CacheSpec
 from flax_paged.metadata import SequenceSlice, build_metadata
+from flax_paged.ops import to_standard_layout
 
 H, KV, D = 6, 2, 8
 SPEC = CacheSpec(KV, D, num_pages=8, page_size=4, dtype=jnp.float32)
@@ -54,20 +55,22 @@ def test_every_option_changes_the_numbers():
 
 
 @pytest.mark.parametrize("slices_in_flight", [None, 2])
-def test_the_tpu_kernels_give_the_same_through_the_layer(slices_in_flight):
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_tpu_kernels_give_the_same_through_the_layer(head_dim, slices_in_flight):
     """The kernel's own code in interpret mode: fused with the cache update, and as the separate pair."""
-    q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 120))) for x in qkv())
-    spec = CacheSpec(KV, 128, num_pages=8, page_size=8, dtype=jnp.float32)
+    q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, head_dim - D))) for x in qkv())
+    spec = CacheSpec(KV, head_dim, num_pages=8, page_size=8, dtype=jnp.float32)
     metadata = build_metadata(
         [SequenceSlice([6, 1], 0, 11), SequenceSlice([3], 0, 1)],
         page_size=8, num_pages=8, max_num_tokens=16, max_num_seqs=3, max_pages_per_seq=3,
     )  # fmt: skip
     metadata = dataclasses.replace(metadata, num_slices_per_kv_cache_update_block=slices_in_flight)
-    xla = PagedAttention(H, KV, 128, cache=spec, implementation="xla")
-    kernel = PagedAttention(H, KV, 128, cache=spec, implementation="pallas_tpu_interpret")
+    tpu_spec = dataclasses.replace(spec, layout="tpu", head_dim_alignment=None)
+    xla = PagedAttention(H, KV, head_dim, cache=spec, implementation="xla")
+    kernel = PagedAttention(H, KV, head_dim, cache=tpu_spec, implementation="pallas_tpu_interpret")
     expected = xla(q, k, v, metadata)
     np.testing.assert_allclose(kernel(q, k, v, metadata), expected, rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(kernel.kv_cache[...], xla.kv_cache[...])
+    np.testing.assert_array_equal(to_standard_layout(kernel.kv_cache[...], head_dim), xla.kv_cache[...])
 
 
 def test_flat_heads_give_the_same_in_the_same_form():

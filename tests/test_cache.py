@@ -1,3 +1,5 @@
+import math
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -23,6 +25,34 @@ def test_alignment_is_one_off_tpu_and_specs_are_hashable():
     spec = CacheSpec(2, 64, 4, 16)
     assert spec.head_dim_alignment == 1
     assert hash(spec) == hash(CacheSpec(2, 64, 4, 16, "bfloat16"))
+
+
+@pytest.mark.parametrize(
+    "head_dim, page_size, dtype, shape",
+    [
+        (64, 16, jnp.bfloat16, (5, 8, 3, 2, 128)),
+        (8, 16, jnp.float32, (5, 8, 3, 2, 128)),
+        (80, 7, jnp.bfloat16, (5, 7, 3, 2, 128)),
+        (256, 16, jnp.float32, (5, 16, 3, 2, 256)),
+        (64, 7, jnp.bfloat16, (5, 7, 6, 128)),  # tokens cannot be paired
+        (64, 16, jnp.float16, (5, 16, 6, 128)),  # the kernels do not read it
+    ],
+)
+def test_layout_that_a_tpu_gets(monkeypatch, head_dim, page_size, dtype, shape):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    spec = CacheSpec(3, head_dim, 5, page_size, dtype)
+    assert spec.shape == shape
+    assert spec.layout == ("tpu" if len(shape) == 5 else "standard")
+    assert spec.nbytes == math.prod(shape) * spec.dtype.itemsize
+    standard = CacheSpec(3, head_dim, 5, page_size, dtype, layout="standard")
+    assert standard.shape == (5, page_size, 6, -(-head_dim // 128) * 128)
+
+
+def test_packed_cache_is_half_the_padded_one():
+    packed = CacheSpec(3, 64, 100, 16, layout="tpu")
+    assert packed.is_packed
+    assert packed.nbytes * 2 == CacheSpec(3, 64, 100, 16, head_dim_alignment=128).nbytes
+    assert packed.nbytes == CacheSpec(3, 64, 100, 16, head_dim_alignment=1).nbytes
 
 
 @pytest.mark.parametrize(
@@ -61,6 +91,9 @@ def test_pages_that_fit():
         ({"page_size": 0}, "page_size=0"),
         ({"num_pages": -1}, "num_pages=-1"),
         ({"dtype": jnp.int8}, "dtype=int8"),
+        ({"layout": "rows"}, "layout='rows'.: expected 'standard', 'tpu' or None"),
+        ({"layout": "tpu", "page_size": 7}, "page_size=7.: expected an even number"),
+        ({"layout": "tpu", "head_dim_alignment": 1}, "head_dim_alignment=1.: expected a multiple of 128"),
         ({"num_pages": 2**27, "page_size": 16}, "more than the 2147483647 that an int32"),
     ],
 )

@@ -28,6 +28,7 @@ def problems(draw):
         q_bytes=draw(st.sampled_from([2, 4])),
         kv_bytes=draw(st.sampled_from([2, 4])),
         decode_only=draw(st.booleans()),
+        is_packed=draw(st.booleans()),
     )
 
 
@@ -43,7 +44,7 @@ def test_default_block_sizes_fit_and_divide(problem, generation):
         assert "num_kv_pages_per_block" in str(error)
         return
     tokens = blocks.pages_per_block * problem.page_size
-    keys = tokens * (problem.num_kv_rows // 2 if problem.decode_only else 1)
+    keys = tokens * (problem.num_kv_heads if problem.decode_only else 1)
     assert blocks.vmem_bytes < blocks.vmem_limit_bytes <= VMEM_BUDGET.get(generation, VMEM_BUDGET["7x"])
     assert keys % 128 == 0
     assert tokens % blocks.edge_chunk == 0

@@ -10,7 +10,7 @@ from oracle import BF16, KV16_MIXED, assert_close, make_ragged_batch, ragged_pag
 from tpu_interpret_tools import MODES, RaceError, attend, update
 
 from flax_paged.ops.kv_cache_update import tpu as update_tpu
-from flax_paged.ops.ragged_paged_attention import tpu_kernel
+from flax_paged.ops.ragged_paged_attention import tpu_kernel, tpu_pipeline
 
 DECODE = ((1, 5), (1, 64), (1, 130), (1, 33), (1, 1))
 MIXED = ((5, 5), (1, 77), (40, 100), (17, 60), (1, 128))
@@ -97,7 +97,7 @@ def fresh_traces():
 
 def test_a_missing_wait_is_found(monkeypatch, fresh_traces):
     batch, options = batch_and_options("decode")
-    monkeypatch.setattr(tpu_kernel, "_wait_pages", lambda *args: None)
+    monkeypatch.setattr(tpu_pipeline, "wait_pages", lambda *args: None)
     out = attend(batch, "waits", **options)
     # The buffers start as zeros, so that it is wrong numbers and not NaN that show.
     with pytest.raises(AssertionError):
@@ -109,7 +109,7 @@ def test_a_buffer_refilled_too_early_is_a_race(monkeypatch, fresh_traces):
     decode_edge_block = tpu_kernel._decode_edge_block
 
     def refill_first(config, refs, q, buffer, fetch, *rest):
-        tpu_kernel._start_pages(config, refs, buffer, fetch)
+        tpu_pipeline.start_pages(config, refs, buffer, fetch)
         return decode_edge_block(config, refs, q, buffer, (fetch[0], 0), *rest)
 
     monkeypatch.setattr(tpu_kernel, "_decode_edge_block", refill_first)

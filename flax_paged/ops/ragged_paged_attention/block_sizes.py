@@ -64,7 +64,10 @@ class BlockSizes:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """The static shape that block sizes are chosen for; sizes of types in bytes, `head_dim` padded."""
+    """The static shape that block sizes are chosen for; sizes of types in bytes.
+
+    `head_dim` is the number of lanes of a row in the cache, which K and V share if `is_packed`.
+    """
 
     num_q_heads: int
     num_kv_heads: int
@@ -76,6 +79,7 @@ class Problem:
     kv_bytes: int
     decode_only: bool
     max_query_len: int | None = None
+    is_packed: bool = False
 
     @property
     def num_q_rows(self) -> int:
@@ -83,9 +87,9 @@ class Problem:
         return padded_rows(self.num_q_heads)
 
     @property
-    def num_kv_rows(self) -> int:
-        """Rows of K and V of a token, padded to whole tiles."""
-        return padded_rows(2 * self.num_kv_heads)
+    def token_nbytes(self) -> int:
+        """Bytes of the K and V of one token."""
+        return self.num_kv_heads * (1 if self.is_packed else 2) * self.head_dim * self.kv_bytes
 
     @property
     def page_unit(self) -> int:
@@ -93,7 +97,7 @@ class Problem:
 
         The decode path lines up the keys of all KV heads, the prefill path those of one.
         """
-        rows = self.page_size * (self.num_kv_rows // 2 if self.decode_only else 1)
+        rows = self.page_size * (self.num_kv_heads if self.decode_only else 1)
         return _NUM_LANES // math.gcd(rows, _NUM_LANES)
 
 
@@ -103,17 +107,17 @@ def padded_rows(n: int) -> int:
 
 
 def vmem_bytes(problem: Problem, pages_per_block: int, queries_per_block: int) -> int:
-    """Bytes of VMEM that the kernel's buffers take (`Refs` in tpu_kernel.py), without the compiler's own."""
+    """Bytes of VMEM that the kernel's buffers take (`Refs` in tpu_pipeline.py), without the compiler's own."""
     p = problem
     tokens = pages_per_block * p.page_size
     compute_bytes = max(p.q_bytes, p.kv_bytes)
-    total = 2 * tokens * p.num_kv_rows * p.head_dim * p.kv_bytes
+    total = 2 * tokens * p.token_nbytes
     total += 5 * queries_per_block * p.num_q_rows * p.head_dim * p.q_bytes
-    total += tokens * p.num_kv_rows // 2 * (p.num_q_rows * 4 + p.head_dim * p.kv_bytes)
+    total += tokens * p.num_kv_heads * (p.num_q_rows * 4 + p.head_dim * p.kv_bytes)
     if not p.decode_only:
         rows = p.num_q_heads * queries_per_block
         total += rows * (p.head_dim * compute_bytes + (2 * _NUM_LANES + p.head_dim) * 4)
-        total += 2 * p.num_kv_heads * tokens * p.head_dim * compute_bytes
+        total += (1 if p.is_packed else 2) * p.num_kv_heads * tokens * p.head_dim * compute_bytes
     return total
 
 
@@ -177,7 +181,8 @@ def choose_block_sizes(
 
 
 def _default_pages(problem, generation):
-    token_bytes = problem.num_kv_rows * problem.head_dim * problem.kv_bytes
+    # Packed rows count twice: they are as much work as a row of K and one of V.
+    token_bytes = 2 * problem.num_kv_heads * problem.head_dim * problem.kv_bytes
     block_bytes = _BLOCK_BYTES_7X if generation == "7x" else _BLOCK_BYTES
     tokens = max(block_bytes[problem.kv_bytes] // token_bytes, 1)
     if not problem.decode_only:
@@ -202,6 +207,6 @@ def _heads_per_chunk(problem, queries):
 
 def _edge_chunk(problem, tokens):
     """The divisor of a block that is nearest to the wanted size and fills whole registers."""
-    rows = problem.num_kv_rows // 2
+    rows = problem.num_kv_heads
     sizes = [n for n in range(2, tokens + 1, 2) if tokens % n == 0 and n * rows % _NUM_LANES == 0 and n % 8 == 0]
     return min(sizes or [tokens], key=lambda n: abs(n - _EDGE_TOKENS))

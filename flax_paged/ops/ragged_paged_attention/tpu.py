@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flax_paged.ops.kv_cache_update.tpu import SLICES_IN_FLIGHT, interleave_kv
-from flax_paged.ops.ragged_paged_attention import tpu_kernel
+from flax_paged.ops import dispatch
+from flax_paged.ops.kv_cache_update.tpu import SLICES_IN_FLIGHT, prepare_update, token_groups
+from flax_paged.ops.page_layout import NUM_LANES, V_LANE, PageLayout
 from flax_paged.ops.ragged_paged_attention.block_sizes import (
     SMEM_BUDGET,
     Problem,
@@ -17,6 +18,8 @@ from flax_paged.ops.ragged_paged_attention.block_sizes import (
     padded_rows,
     smem_bytes,
 )
+from flax_paged.ops.ragged_paged_attention.tpu_kernel import ragged_paged_attention_kernel
+from flax_paged.ops.ragged_paged_attention.tpu_pipeline import KernelConfig
 from flax_paged.ops.tpu_platform import interpret_params, tpu_generation
 
 
@@ -44,7 +47,7 @@ def ragged_paged_attention_tpu(
 
     Args:
         q: f32 or bf16[num_tokens, num_q_heads, head_dim].
-        kv_pages: f32 or bf16[num_pages, page_size, 2 * num_kv_heads, padded_head_dim].
+        kv_pages: f32 or bf16, in any layout of `ops.page_layout`.
         seq_lens: i32[max_num_seqs].
         block_tables: i32[max_num_seqs, pages_per_seq]; stays in HBM, rows are streamed into SMEM.
         query_start_loc: i32[max_num_seqs + 1].
@@ -70,20 +73,21 @@ def ragged_paged_attention_tpu(
         ValueError: Shapes, dtypes or block sizes that the kernel cannot take.
     """
     num_tokens, num_q_heads, head_dim = q.shape
-    _, page_size, num_rows, padded_head_dim = kv_pages.shape
+    layout = PageLayout.of(kv_pages, head_dim)
     out_dtype = jnp.dtype(out_dtype or q.dtype)
     _check(q, kv_pages, out_dtype)
     problem = Problem(
         num_q_heads=num_q_heads,
-        num_kv_heads=num_rows // 2,
-        head_dim=padded_head_dim,
-        page_size=page_size,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.num_lanes,
+        page_size=layout.page_size,
         pages_per_seq=block_tables.shape[1],
         num_tokens=num_tokens,
         q_bytes=max(q.dtype.itemsize, out_dtype.itemsize),
         kv_bytes=kv_pages.dtype.itemsize,
         decode_only=max_query_len == 1,
         max_query_len=max_query_len,
+        is_packed=layout.is_packed,
     )
     _check_smem(problem, seq_lens.shape[0])
     blocks = choose_block_sizes(
@@ -93,10 +97,10 @@ def ragged_paged_attention_tpu(
         num_queries_per_block=num_queries_per_block,
         vmem_limit_bytes=vmem_limit_bytes,
     )
-    config = tpu_kernel.KernelConfig(
-        num_kv_heads=num_rows // 2,
-        num_queries_per_kv=num_q_heads // (num_rows // 2),
-        page_size=page_size,
+    config = KernelConfig(
+        num_kv_heads=layout.num_kv_heads,
+        num_queries_per_kv=num_q_heads // layout.num_kv_heads,
+        page_size=layout.page_size,
         pages_per_block=blocks.pages_per_block,
         queries_per_block=blocks.queries_per_block,
         heads_per_chunk=blocks.heads_per_chunk,
@@ -105,18 +109,20 @@ def ragged_paged_attention_tpu(
         soft_cap=soft_cap,
         causal=causal,
         decode_only=max_query_len == 1,
+        is_packed=layout.is_packed,
         edge_chunk=blocks.edge_chunk,
-        compute_dtype=jnp.promote_types(q.dtype, kv_pages.dtype),
+        compute_dtype=dispatch.product_dtype(q, kv_pages),
         interpret=interpret is not False,
         has_update=update is not None,
     )
-    padding = ((0, 0), (0, padded_rows(num_q_heads) - num_q_heads), (0, padded_head_dim - head_dim))
+    groups = token_groups(kv_pages, layout)
+    padding = ((0, 0), (0, padded_rows(num_q_heads) - num_q_heads), (0, layout.num_lanes - head_dim))
     out, *updated = _call(
         config,
         jnp.pad(q, padding),
-        kv_pages,
+        groups,
         # The copies of its rows move whole lines of 128.
-        jnp.pad(block_tables, ((0, 0), (0, -block_tables.shape[1] % tpu_kernel.NUM_LANES))),
+        jnp.pad(block_tables, ((0, 0), (0, -block_tables.shape[1] % NUM_LANES))),
         # One more entry than there are sequences: the kernel looks one past the last.
         jnp.pad(seq_lens, (0, 1)),
         jnp.pad(query_start_loc, (0, 1), mode="edge"),
@@ -124,19 +130,20 @@ def ragged_paged_attention_tpu(
         out_dtype=out_dtype,
         vmem_limit_bytes=blocks.vmem_limit_bytes,
         interpret=interpret,
-        update=update,
+        update=None if update is None else prepare_update(groups, layout, *update),
     )
-    out = out[:, :num_q_heads, :head_dim]
-    return (out, *updated) if updated else out
+    first = V_LANE if layout.is_packed else 0
+    out = out[:, :num_q_heads, first : first + head_dim]
+    return (out, updated[0].reshape(kv_pages.shape)) if updated else out
 
 
 def _check(q, kv_pages, out_dtype):
     for name, dtype in (("q", q.dtype), ("kv_pages", kv_pages.dtype), ("out_dtype", out_dtype)):
         if dtype not in (jnp.float32, jnp.bfloat16):
             raise ValueError(f"{name} has dtype {dtype}; the TPU kernel takes float32 or bfloat16.")
-    if kv_pages.shape[3] % tpu_kernel.NUM_LANES:
+    if kv_pages.shape[-1] % NUM_LANES:
         raise ValueError(
-            f"kv_pages has head_dim {kv_pages.shape[3]}; the TPU kernel needs a multiple of {tpu_kernel.NUM_LANES}:"
+            f"kv_pages has head_dim {kv_pages.shape[-1]}; the TPU kernel needs a multiple of {NUM_LANES}:"
             " make the cache with head_dim_alignment=128."
         )
 
@@ -167,10 +174,9 @@ def _call(
     scalars, operands = [seq_lens, query_start_loc, num_seqs], [q, block_tables, kv_pages]
     out_shape, aliases = [jax.ShapeDtypeStruct(q.shape, out_dtype)], {}
     if update is not None:
-        k, v, slot_mapping, num_kv_update_slices = update
-        new_rows = interleave_kv(k, v, kv_pages.shape[3]).astype(kv_pages.dtype)
-        scalars += [slot_mapping.reshape(-1), num_kv_update_slices]
-        operands.insert(2, new_rows)
+        slot_mapping, num_slices, new_groups = update
+        scalars += [slot_mapping, num_slices]
+        operands.insert(2, new_groups)
         out_shape.append(jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype))
         aliases = {len(scalars) + 3: 1}
     if interpret is False:
@@ -178,7 +184,7 @@ def _call(
         operands = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in operands]
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     return pl.pallas_call(
-        functools.partial(tpu_kernel.ragged_paged_attention_kernel, config=config),
+        functools.partial(ragged_paged_attention_kernel, config=config),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(1,),
@@ -198,14 +204,14 @@ def _scratch_shapes(config, q, kv_pages, pages_per_seq, out_dtype):
     """Scratch in the order of `Refs.ordered`; `block_sizes.vmem_bytes` counts the same buffers."""
     _, num_q_rows, head_dim = q.shape
     smem, vmem, dma = pltpu.SMEM, pltpu.VMEM, pltpu.SemaphoreType.DMA
-    kv_rows = padded_rows(kv_pages.shape[2])
-    block_rows = config.tokens_per_block * kv_rows // 2
+    groups_per_block = config.tokens_per_block // config.tokens_per_group
+    block_rows = config.tokens_per_block * config.num_kv_heads
     values_packing = 4 // kv_pages.dtype.itemsize
     q_block = (config.queries_per_block, num_q_rows, head_dim)
     scratch = [
         smem((2 * pages_per_seq,), jnp.int32),
         smem((2,), jnp.int32),
-        vmem((2, config.tokens_per_block, kv_rows, head_dim), kv_pages.dtype),
+        vmem((2, groups_per_block, *kv_pages.shape[2:]), kv_pages.dtype),
         vmem((3, *q_block), q.dtype),
         vmem((2, *q_block), out_dtype),
         vmem((num_q_rows, block_rows), jnp.float32),
@@ -217,10 +223,9 @@ def _scratch_shapes(config, q, kv_pages, pages_per_seq, out_dtype):
         keys = (config.num_kv_heads, config.tokens_per_block, head_dim)
         scratch += [
             vmem((*rows, head_dim), config.compute_dtype),
-            vmem(keys, config.compute_dtype),
-            vmem(keys, config.compute_dtype),
-            vmem((*rows, tpu_kernel.NUM_LANES), jnp.float32),
-            vmem((*rows, tpu_kernel.NUM_LANES), jnp.float32),
+            *[vmem(keys, config.compute_dtype)] * (1 if config.is_packed else 2),
+            vmem((*rows, NUM_LANES), jnp.float32),
+            vmem((*rows, NUM_LANES), jnp.float32),
             vmem((*rows, head_dim), jnp.float32),
         ]
     if config.has_update:

@@ -1,14 +1,12 @@
-"""Body of the ragged paged attention kernel for TPU.
+"""What the ragged paged attention kernel for TPU computes.
 
-One program walks over *items*: a sequence's block of queries. Each item walks over blocks of its live pages, fetched
-from HBM one block ahead. An item with one query takes the decode path, any other the prefill path; both fold a block
-into a running softmax (FlashAttention-2) whose maximum, sum and accumulator are float32.
+An item with one query takes the decode path, any other the prefill path; both fold a block of keys into a running
+softmax (FlashAttention-2) whose maximum, sum and accumulator are float32. Where the blocks come from is in
+tpu_pipeline.py.
 """
 
-import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -16,140 +14,28 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flax_paged.ops.kv_cache_update.tpu import start_slices, wait_for_slices
+from flax_paged.ops.page_layout import NUM_LANES
+from flax_paged.ops.ragged_paged_attention import tpu_pipeline as pipeline
+from flax_paged.ops.ragged_paged_attention.tpu_pipeline import LOG2_E, KernelConfig, Refs
 
-LOG2_E = math.log2(math.e)
 MASK_VALUE = -0.7 * float(jnp.finfo(jnp.float32).max)
-NUM_LANES = 128
 # Rows of K or V that the decode path hands to the matrix unit at a time.
 TILE_ROWS = 256
 # Above this many pages a block, their copies are issued by a loop.
 MAX_UNROLLED_PAGES = 128
 
 
-@dataclasses.dataclass(frozen=True)
-class KernelConfig:
-    """What the kernel knows at trace time."""
-
-    num_kv_heads: int
-    num_queries_per_kv: int
-    page_size: int
-    pages_per_block: int
-    queries_per_block: int
-    heads_per_chunk: int  # query heads that the prefill path puts through one matrix product
-    sm_scale: float
-    sliding_window: int | None
-    soft_cap: float | None
-    causal: bool
-    decode_only: bool
-    edge_chunk: int  # tokens of a partly live block that the decode path handles at a time
-    compute_dtype: Any
-    interpret: bool
-    has_update: bool = False  # write new keys and values before attending
-
-    @property
-    def tokens_per_block(self) -> int:
-        """Keys in one block of pages."""
-        return self.pages_per_block * self.page_size
-
-    @property
-    def score_scale(self) -> float:
-        """Factor that brings q·k to units of log2, or makes it ready for tanh where there is a soft cap."""
-        return self.sm_scale / self.soft_cap if self.soft_cap else self.sm_scale * LOG2_E
-
-    @property
-    def query_scale(self) -> float:
-        """The part of `score_scale` that q can take without rounding; the scores take the rest in float32.
-
-        A bfloat16 q times any factor but a power of two is off by 2**-9, which a sharp softmax turns into 5 %.
-        """
-        if jnp.dtype(self.compute_dtype) == jnp.float32 or self.score_scale == 0:
-            return self.score_scale
-        return math.copysign(2.0 ** math.floor(math.log2(abs(self.score_scale))), self.score_scale)
-
-
-@dataclasses.dataclass(frozen=True)
-class Item:
-    """A block of one sequence's queries and the keys that it attends to (traced scalars)."""
-
-    sequence: Any
-    query_row: Any  # row of its first query in q and out
-    num_queries: Any
-    position: Any  # of its first query
-    key_start: Any  # keys [key_start, key_end) are seen by some query
-    key_end: Any
-    first_page: Any  # pages [first_page, last_page) hold them
-    last_page: Any
-    num_blocks: Any  # of pages; at least one, which may be empty
-
-
-@dataclasses.dataclass(frozen=True)
-class Refs:
-    """The kernel's memory, so that helpers take one argument."""
-
-    seq_lens: Any  # i32[max_num_seqs], SMEM
-    query_start_loc: Any  # i32[max_num_seqs + 1], SMEM
-    num_seqs: Any  # i32[1], SMEM
-    q_hbm: Any  # [num_tokens, num_q_heads, head_dim]
-    kv_pages_hbm: Any  # [num_pages, page_size, 2 * num_kv_heads, head_dim]
-    block_tables_hbm: Any  # i32[max_num_seqs, pages_per_seq]
-    out_hbm: Any  # [num_tokens, num_q_heads, head_dim]
-    table: Any  # i32[2 * pages_per_seq, padded], SMEM: page ids of this sequence and the next
-    out_rows: Any  # i32[2], SMEM: rows of `out` on their way to HBM, by slot
-    kv: Any  # [2, tokens_per_block, padded 2 * num_kv_heads, head_dim]
-    q: Any  # [3, queries_per_block, num_q_heads, head_dim]: the item at work and up to two fetched ahead
-    out: Any  # [2, queries_per_block, num_q_heads, head_dim]
-    scores: Any  # f32[num_q_heads, tokens_per_block * padded num_kv_heads]
-    values: Any  # [tokens_per_block * padded num_kv_heads, head_dim], two rows to a word where they have 16 bits
-    table_sems: Any  # one for each slot of the buffers above
-    kv_sems: Any
-    q_sems: Any
-    out_sems: Any
-    # Prefill only.
-    q_rows: Any = None  # [num_kv_heads, num_queries_per_kv * queries_per_block, head_dim], scaled
-    k_rows: Any = None  # [num_kv_heads, tokens_per_block, head_dim]
-    v_rows: Any = None  # the same
-    m: Any = None  # f32[num_kv_heads, num_queries_per_kv * queries_per_block, 128]
-    l: Any = None  # noqa: E741  # the same
-    acc: Any = None  # f32[num_kv_heads, num_queries_per_kv * queries_per_block, head_dim]
-    # With update only.
-    slot_mapping: Any = None  # i32[3 * U], SMEM
-    num_slices: Any = None  # i32[1], SMEM
-    new_rows_hbm: Any = None  # [num_tokens, 2 * num_kv_heads, head_dim]
-    update_sems: Any = None
-
-    @classmethod
-    def ordered(cls, refs, *, decode_only, has_update):
-        """Name the kernel's arguments, which come as prefetched scalars, inputs, outputs, scratch."""
-        names = ["seq_lens", "query_start_loc", "num_seqs"]
-        names += ["slot_mapping", "num_slices"] if has_update else []
-        names += ["q_hbm", "block_tables_hbm"]
-        # With update, kv_pages is an aliased output: named twice, the output is kept.
-        names += ["new_rows_hbm"] if has_update else []
-        names += ["kv_pages_hbm", "out_hbm"]
-        names += ["kv_pages_hbm"] if has_update else []
-        names += ["table", "out_rows", "kv", "q", "out", "scores", "values"]
-        names += ["table_sems", "kv_sems", "q_sems", "out_sems"]
-        names += [] if decode_only else ["q_rows", "k_rows", "v_rows", "m", "l", "acc"]
-        names += ["update_sems"] if has_update else []
-        return cls(**dict(zip(names, refs, strict=True)))
-
-    @property
-    def update(self):
-        """The arguments of `start_slices` and `wait_for_slices`."""
-        return self.slot_mapping, self.num_slices, self.new_rows_hbm, self.kv_pages_hbm, self.update_sems
-
-
 def ragged_paged_attention_kernel(*refs, config: KernelConfig):
     """Attend over the paged cache, after writing the step's keys and values to it if so configured."""
-    refs = Refs.ordered(refs, decode_only=config.decode_only, has_update=config.has_update)
+    refs = Refs.ordered(refs, config)
     num_seqs = refs.num_seqs[0]
     if config.has_update:
         start_slices(*refs.update)
     for slot in range(2):
         refs.out_rows[slot] = 0
-    pl.when(num_seqs > 0)(lambda: _table_copy(refs, 0).start())
-    # The page buffers hold finite numbers at all times (`_clean_block` does the rest): a masked key has weight zero,
-    # and zero times NaN would be NaN.
+    pl.when(num_seqs > 0)(lambda: pipeline.table_copy(refs, 0).start())
+    # The page buffers hold finite numbers at all times (`clean_block` does the rest): a masked key has weight zero, and
+    # zero times NaN would be NaN.
     refs.kv[...] = jnp.zeros_like(refs.kv)
     if config.has_update:
         wait_for_slices(*refs.update)
@@ -158,61 +44,33 @@ def ragged_paged_attention_kernel(*refs, config: KernelConfig):
     # refs.table of its next page, number of pages left. This one stands before the first item.
     cursor = tuple(jnp.int32(x) for x in (0, -1, 2, 0, 0))
     for buffer in range(2):
-        fetch, cursor = _fetch(config, refs, cursor)
-        _start_pages(config, refs, buffer, fetch)
+        fetch, cursor = pipeline.fetch(config, refs, cursor)
+        pipeline.start_pages(config, refs, buffer, fetch)
 
     def sequence(s, carry):
-        num_items = _num_items(config, refs, s)
+        num_items = pipeline.num_items(config, refs, s)
         return lax.fori_loop(0, num_items, lambda i, carry: _attend_item(config, refs, s, i, *carry), carry)
 
     lax.fori_loop(0, num_seqs, sequence, (jnp.int32(0), jnp.int32(0), cursor))
     for slot in range(2):
-        _wait_out(refs, slot)
-    _zero_padding_rows(config, refs, refs.query_start_loc[num_seqs])
-
-
-# --- Items -----------------------------------------------------------------------------------------------------------
-
-
-def _num_items(config, refs, s):
-    """Blocks of queries of sequence `s`; at least one, so that every sequence has a place in the pipeline."""
-    num_queries = refs.query_start_loc[s + 1] - refs.query_start_loc[s]
-    return jnp.maximum(pl.cdiv(num_queries, config.queries_per_block), 1)
-
-
-def _describe_item(config, refs, s, i):
-    query_start = refs.query_start_loc[s]
-    query_len = refs.query_start_loc[s + 1] - query_start
-    seq_len = refs.seq_lens[s]
-    first = i * config.queries_per_block
-    num_queries = jnp.minimum(config.queries_per_block, query_len - first)
-    position = seq_len - query_len + first
-    key_end = position + num_queries if config.causal else seq_len
-    key_start = jnp.int32(0)
-    if config.sliding_window is not None:
-        key_start = jnp.maximum(position - config.sliding_window + 1, 0)
-    first_page = lax.div(key_start, config.page_size)
-    last_page = pl.cdiv(key_end, config.page_size)
-    num_blocks = jnp.maximum(pl.cdiv(last_page - first_page, config.pages_per_block), 1)
-    return Item(
-        s, query_start + first, num_queries, position, key_start, key_end, first_page, last_page, num_blocks
-    )
+        pipeline.wait_out(refs, slot)
+    pipeline.zero_padding_rows(config, refs, refs.query_start_loc[num_seqs])
 
 
 def _attend_item(config, refs, s, i, num_done, num_blocks_done, cursor):
     """Attend with one item; returns the running counts, whose remainders choose the buffers, and the cursor."""
-    item = _describe_item(config, refs, s, i)
+    item = pipeline.describe_item(config, refs, s, i)
     q_slot, out_slot = lax.rem(num_done, 3), lax.rem(num_done, 2)
 
     def begin_block(b, cursor):
         """Wait for block `b` of the item; returns its buffer, what to fetch into it once it is read, and the cursor."""
         buffer = lax.rem(num_blocks_done + b, 2)
-        fetch, cursor = _fetch(config, refs, cursor)
-        _wait_pages(config, refs, item, b, buffer)
+        fetch, cursor = pipeline.fetch(config, refs, cursor)
+        pipeline.wait_pages(config, refs, item, b, buffer)
         return buffer, fetch, cursor
 
-    _q_copy(refs, item, q_slot).wait()
-    _wait_out(refs, out_slot)
+    pipeline.q_copy(refs, item, q_slot).wait()
+    pipeline.wait_out(refs, out_slot)
     q_ref, out_ref = refs.q.at[q_slot], refs.out.at[out_slot]
     decode = functools.partial(_decode, config, refs, item, q_ref, out_ref, begin_block)
     prefill = functools.partial(_prefill, config, refs, item, q_ref, out_ref, begin_block)
@@ -220,165 +78,29 @@ def _attend_item(config, refs, s, i, num_done, num_blocks_done, cursor):
         cursor = decode(cursor)
     else:
         cursor = lax.cond(item.num_queries == 1, decode, prefill, cursor)
-    _start_out(refs, item, out_slot)
+    pipeline.start_out(refs, item, out_slot)
     return num_done + 1, num_blocks_done + item.num_blocks, cursor
 
 
-def _live_tokens(config, item, b):
-    """Bounds of the item's keys in block `b`, counted from the block's first token; they may lie outside of it."""
-    start = (item.first_page + b * config.pages_per_block) * config.page_size
-    return item.key_start - start, item.key_end - start
-
-
-# --- Data movement ---------------------------------------------------------------------------------------------------
-
-
-def _fetch(config, refs, cursor):
-    """Advance the cursor by one block; returns the block's pages for `_start_pages`, and the cursor.
-
-    A block that opens an item starts the copy of the item's queries, too.
-    """
-    num_pages_left = cursor[4]
-    s, i, slot, first, num_pages_left = lax.cond(
-        num_pages_left <= 0, lambda *cursor: _open_item(config, refs, *cursor), lambda *cursor: cursor, *cursor
-    )
-    fetch = first, jnp.minimum(config.pages_per_block, num_pages_left)
-    return fetch, (s, i, slot, first + config.pages_per_block, num_pages_left - config.pages_per_block)
-
-
-def _open_item(config, refs, s, i, slot, *_):
-    """Move the cursor to the beginning of the next item; past the last sequence there are no more pages."""
-    num_seqs = refs.num_seqs[0]
-    is_last = i + 1 >= _num_items(config, refs, jnp.minimum(s, num_seqs))
-    s, i = jnp.where(is_last, s + 1, s), jnp.where(is_last, 0, i + 1)
-    slot = jnp.where(slot == 2, 0, slot + 1)
-    is_live = s < num_seqs
-    item = _describe_item(config, refs, jnp.minimum(s, num_seqs), i)
-
-    @pl.when(is_live & (i == 0))
-    def _():
-        _table_copy(refs, s).wait()
-        pl.when(s + 1 < num_seqs)(lambda: _table_copy(refs, s + 1).start())
-
-    pl.when(is_live)(lambda: _q_copy(refs, item, slot).start())
-    first = lax.rem(s, 2) * _table_stride(refs) + item.first_page
-    return s, i, slot, first, jnp.where(is_live, item.last_page - item.first_page, 0)
-
-
-def _table_copy(refs, s):
-    """Copy of a sequence's page ids into SMEM, which has room for two."""
-    slot, pages_per_seq = lax.rem(s, 2), refs.block_tables_hbm.shape[1]
-    target = refs.table.at[pl.ds(slot * _table_stride(refs), pages_per_seq)]
-    return pltpu.make_async_copy(refs.block_tables_hbm.at[s], target, refs.table_sems.at[slot])
-
-
-def _table_stride(refs):
-    return refs.table.shape[0] // 2
-
-
-def _q_copy(refs, item, slot):
-    rows = pl.ds(item.query_row, item.num_queries)
-    return pltpu.make_async_copy(
-        refs.q_hbm.at[rows], refs.q.at[slot, pl.ds(0, item.num_queries)], refs.q_sems.at[slot]
-    )
-
-
-def _page_copy(config, refs, buffer, fetch, j):
-    """Copy of the `j`-th page of a block."""
-    tokens = j * config.page_size
-    if not isinstance(j, int):
-        tokens = pl.multiple_of(tokens, config.page_size)
-    return pltpu.make_async_copy(
-        refs.kv_pages_hbm.at[refs.table[fetch[0] + j]],
-        _kv_tokens(refs, buffer, tokens, config.page_size),
-        refs.kv_sems.at[buffer],
-    )
-
-
-def _start_pages(config, refs, buffer, fetch):
-    """Start to fetch a block's pages into a buffer."""
-    lax.fori_loop(0, fetch[1], lambda j, _: _page_copy(config, refs, buffer, fetch, j).start(), None)
-
-
-def _kv_tokens(refs, buffer, start, size):
-    """Tokens of a buffer, without the rows that pad the cache's heads to a tile."""
-    return refs.kv.at[buffer, pl.ds(start, size), pl.ds(0, refs.kv_pages_hbm.shape[2])]
-
-
-def _wait_pages(config, refs, item, b, buffer):
-    """Wait for all pages of a block, at once where that works: the semaphore counts bytes."""
-    num_pages = jnp.minimum(config.pages_per_block, item.last_page - item.first_page - b * config.pages_per_block)
-
-    def wait(num_tokens):
-        target = _kv_tokens(refs, buffer, 0, num_tokens)
-        pltpu.make_async_copy(target, target, refs.kv_sems.at[buffer]).wait()
-
-    if refs.kv_pages_hbm.shape[2] == refs.kv.shape[2]:
-        pl.when(num_pages > 0)(lambda: wait(num_pages * config.page_size))
-    else:
-        # The compiler of JAX 0.10 crashes on a part of the rows of a variable number of tokens.
-        lax.fori_loop(0, num_pages, lambda j, _: wait(config.page_size), None)
-
-
-def _clean_block(config, kv_ref, low, high):
-    """Zero the fetched tokens before `low` and from `high` on, which share a page with live ones and may hold NaN."""
-
-    def zero(token, _):
-        kv_ref[token] = jnp.zeros_like(kv_ref[token])
-
-    if config.sliding_window is not None:
-        lax.fori_loop(0, jnp.minimum(low, config.tokens_per_block), zero, None)
-    high = jnp.maximum(high, 0)
-    end = jnp.minimum(pl.cdiv(high, config.page_size) * config.page_size, config.tokens_per_block)
-    lax.fori_loop(high, end, zero, None)
-
-
-def _out_copy(refs, slot, row, num_rows):
-    return pltpu.make_async_copy(
-        refs.out.at[slot, pl.ds(0, num_rows)], refs.out_hbm.at[pl.ds(row, num_rows)], refs.out_sems.at[slot]
-    )
-
-
-def _start_out(refs, item, slot):
-    refs.out_rows[slot] = item.num_queries
-    pl.when(item.num_queries > 0)(lambda: _out_copy(refs, slot, item.query_row, item.num_queries).start())
-
-
-def _wait_out(refs, slot):
-    """Wait until the buffer's last result has left."""
-    num_rows = refs.out_rows[slot]
-    pl.when(num_rows > 0)(lambda: _out_copy(refs, slot, 0, num_rows).wait())
-
-
-def _zero_padding_rows(config, refs, first_row):
-    refs.out[0] = jnp.zeros_like(refs.out[0])
-    num_rows = refs.out_hbm.shape[0]
-    step = config.queries_per_block
-
-    def copy(j):
-        row = first_row + j * step
-        return _out_copy(refs, 0, row, jnp.minimum(step, num_rows - row))
-
-    num_copies = pl.cdiv(num_rows - first_row, step)
-    lax.fori_loop(0, num_copies, lambda j, _: copy(j).start(), None)
-    lax.fori_loop(0, num_copies, lambda j, _: copy(j).wait(), None)
-
-
-# --- Rows of a buffer [tokens, rows, head_dim] ------------------------------------------------------------------------
+# --- Rows of a buffer [..., rows, lanes] ------------------------------------------------------------------------------
 
 
 def _read_words(config, ref, start=0, stride=1):
     """Rows start, start + stride, ... of a 16-bit buffer seen as words: rows 2i (low) and 2i + 1 (high) share a row.
 
-    The stride is 1, or the number of words that a token has: one head's rows.
+    The stride is 1, or the number of words that each index of the first dimension has: one head's rows.
     """
-    tokens, rows, head_dim = ref.shape
+    first, lanes = ref.shape[0], ref.shape[-1]
+    num_rows = math.prod(ref.shape[:-1])
     if config.interpret:  # the interpreter has no views of refs, so the value is viewed instead
-        return pltpu.bitcast(ref[...].reshape(tokens * rows, head_dim), jnp.uint32)[start::stride]
-    if stride != 1 and head_dim != NUM_LANES:  # strided loads take one line of 128 lanes
-        return ref.bitcast(jnp.uint32)[:, start, :]
-    view = ref.reshape(tokens * rows, head_dim).bitcast(jnp.uint32)
-    return view[...] if stride == 1 else view[pl.ds(start, tokens, stride=stride), :]
+        return pltpu.bitcast(ref[...].reshape(num_rows, lanes), jnp.uint32)[start::stride]
+    if lanes != NUM_LANES:  # strided loads take one line of 128 lanes
+        words = ref.bitcast(jnp.uint32)
+        if stride == 1:
+            return words[...].reshape(num_rows // 2, lanes)
+        return words[:, start, 0, :] if ref.ndim == 4 else words[:, start, :]
+    view = ref.reshape(num_rows, lanes).bitcast(jnp.uint32)
+    return view[...] if stride == 1 else view[pl.ds(start, first, stride=stride), :]
 
 
 def _write_words(config, ref, start, words):
@@ -393,6 +115,18 @@ def _write_words(config, ref, start, words):
     else:
         view = ref.reshape(tokens * rows, head_dim).bitcast(jnp.uint32)
         view[pl.ds(start, tokens, stride=rows // 2), :] = words
+
+
+def _read_half(config, kv_ref, which, head):
+    """Rows [n, lanes] of a 32-bit page buffer at index `which` of its dimension of two, of one head or all (None)."""
+    groups, num_heads, _, lanes = kv_ref.shape
+    if config.interpret or lanes != NUM_LANES:
+        rows = kv_ref[:, :, which, :].reshape(groups * num_heads, lanes) if head is None else kv_ref[:, head, which, :]
+        return rows
+    view = kv_ref.reshape(groups * num_heads * 2, lanes)
+    if head is None:
+        return view[pl.ds(which, groups * num_heads, stride=2), :]
+    return view[pl.ds(2 * head + which, groups, stride=2 * num_heads), :]
 
 
 def _is_16_bit(dtype):
@@ -419,31 +153,43 @@ def _split_words(words, dtype):
 def _load_kv(config, kv_ref, head):
     """K and V of tokens as rows, of one head or (head None) of every head.
 
+    Where they share the lanes, both are the same rows: zeros in q meet V, and the lanes of the result that come from K
+    are not looked at.
+
     Args:
         config: The static configuration.
-        kv_ref: [tokens, padded 2 * num_kv_heads, head_dim].
+        kv_ref: [groups, num_kv_heads, 2, lanes].
         head: KV head, or None.
 
     Returns:
-        K and V, each [rows, head_dim], in the order of `_key_order`.
+        K and V, each [rows, lanes], in the order of `_key_order`.
     """
-    num_heads = kv_ref.shape[1] // 2
     if _is_16_bit(kv_ref.dtype):
-        words = _read_words(config, kv_ref) if head is None else _read_words(config, kv_ref, head, num_heads)
-        return _split_words(words, kv_ref.dtype)
-    heads = range(num_heads) if head is None else [head]
-    return tuple(jnp.concatenate([kv_ref[:, 2 * h + i, :] for h in heads], axis=0) for i in range(2))
+        stride = 1 if head is None else kv_ref.shape[1]
+        words = _read_words(config, kv_ref, head or 0, stride)
+        if not config.is_packed:
+            return _split_words(words, kv_ref.dtype)
+        rows = pltpu.bitcast(words, kv_ref.dtype)
+        return rows, rows
+    first, second = (_read_half(config, kv_ref, which, head) for which in (0, 1))
+    if not config.is_packed:
+        return first, second
+    rows = jnp.concatenate([first, second], axis=0)
+    return rows, rows
 
 
-def _key_order(rows, num_tokens, num_heads, dtype):
+def _key_order(config, rows, num_rows, num_heads, dtype):
     """Token and head that the rows (an integer array) of `_load_kv` come from; `num_heads` is 1 where it took one head.
 
-    16-bit caches: token-major, packed by `_split_words`. 32-bit caches: head-major.
+    In 16 bits two rows share a word: those of a pair of tokens where they are packed, else the two that `_split_words`
+    brought together. In 32 bits the first tokens of all pairs come before the second ones.
     """
-    if not _is_16_bit(dtype):
-        return lax.rem(rows, num_tokens), rows // num_tokens
-    word = (rows >> 1) + (rows & 1) * (num_tokens * num_heads // 2)
-    return word // num_heads, lax.rem(word, num_heads)
+    half = num_rows // 2
+    row, which = (rows >> 1, rows & 1) if _is_16_bit(dtype) else (lax.rem(rows, half), lax.div(rows, half))
+    if config.is_packed:
+        return 2 * lax.div(row, num_heads) + which, lax.rem(row, num_heads)
+    row = row + half * which
+    return lax.div(row, num_heads), lax.rem(row, num_heads)
 
 
 def _pack_rows(x):
@@ -490,7 +236,7 @@ def _decode(config, refs, item, q_ref, out_ref, begin_block, cursor):
     def block(b, carry):
         cursor, *state = carry
         buffer, fetch, cursor = begin_block(b, cursor)
-        low, high = _live_tokens(config, item, b)
+        low, high = pipeline.live_tokens(config, item, b)
         is_edge = (low > 0) | (high < config.tokens_per_block)
         state = lax.cond(
             is_edge,
@@ -513,11 +259,11 @@ def _decode_whole_block(config, refs, q, buffer, fetch, m, l, acc):  # noqa: E74
 
     def refill():
         if config.pages_per_block > MAX_UNROLLED_PAGES:
-            _start_pages(config, refs, buffer, fetch)
+            pipeline.start_pages(config, refs, buffer, fetch)
             return
         # Branch-free: the compiler predicates the copies and places them among the vector work.
         for j in range(config.pages_per_block):
-            pl.when(j < fetch[1])(lambda j=j: _page_copy(config, refs, buffer, fetch, j).start())
+            pl.when(j < fetch[1])(lambda j=j: pipeline.page_copy(config, refs, buffer, fetch, j).start())
 
     return _fold_tokens(config, refs, refs.kv.at[buffer], q, None, m, l, acc, refill=refill)
 
@@ -525,17 +271,17 @@ def _decode_whole_block(config, refs, q, buffer, fetch, m, l, acc):  # noqa: E74
 def _decode_edge_block(config, refs, q, buffer, fetch, low, high, m, l, acc):  # noqa: E741
     """Fold a block that the sequence's end or the window's start cuts: only the chunks that hold live keys, masked."""
     size = config.edge_chunk
+    groups = size // config.tokens_per_group
 
     def chunk(c, state):
-        start = pl.multiple_of(c * size, size)
-        live = (low - start, high - start)
-        return _fold_tokens(config, refs, refs.kv.at[buffer, pl.ds(start, size)], q, live, *state)
+        live = (low - c * size, high - c * size)
+        return _fold_tokens(config, refs, refs.kv.at[buffer, pl.ds(c * groups, groups)], q, live, *state)
 
-    _clean_block(config, refs.kv.at[buffer], low, high)
+    pipeline.clean_block(config, refs.kv.at[buffer], low, high)
     first = jnp.maximum(lax.div(low, size), 0)
     last = pl.cdiv(jnp.clip(high, 0, config.tokens_per_block), size)
     state = lax.fori_loop(first, last, chunk, (m, l, acc))
-    _start_pages(config, refs, buffer, fetch)
+    pipeline.start_pages(config, refs, buffer, fetch)
     return state
 
 
@@ -548,7 +294,7 @@ def _fold_tokens(config, refs, kv_ref, q, live, m, l, acc, refill=lambda: None):
     Args:
         config: The static configuration.
         refs: The kernel's memory.
-        kv_ref: [tokens, padded 2 * num_kv_heads, head_dim].
+        kv_ref: [groups, num_kv_heads, 2, lanes].
         q: [num_q_heads, head_dim], scaled.
         live: Bounds of the live tokens, or None if all are.
         m: f32[num_q_heads, 1].
@@ -556,17 +302,19 @@ def _fold_tokens(config, refs, kv_ref, q, live, m, l, acc, refill=lambda: None):
         acc: f32[num_q_heads, head_dim].
         refill: Called once the tokens have been read.
     """
-    num_tokens, num_heads = kv_ref.shape[0], kv_ref.shape[1] // 2
+    num_heads, size = kv_ref.shape[1], config.tokens_per_group
+    num_tokens = kv_ref.shape[0] * size
     tile = _tile_tokens(num_tokens, num_heads)
     rows = tile * num_heads
     tiles = range(0, num_tokens, tile)
     packing = 2 if _is_16_bit(kv_ref.dtype) else 1
     maximum = None
     for start in tiles:
-        k, v = _load_kv(config, kv_ref.at[pl.ds(start, tile)], None)
+        k, v = _load_kv(config, kv_ref.at[pl.ds(start // size, tile // size)], None)
         refs.values[pl.ds(start * num_heads // packing, rows // packing), :] = _pack_rows(v)
         scores = _finish_scores(config, _matmul(q, k.astype(config.compute_dtype), 1))
-        scores = _mask_decode(config, scores, kv_ref, None if live is None else (live[0] - start, live[1] - start))
+        bounds = None if live is None else (live[0] - start, live[1] - start)
+        scores = _mask_decode(config, scores, kv_ref.dtype, bounds)
         refs.scores[:, pl.ds(start * num_heads, rows)] = scores
         tile_maximum = _fold_lanes(jnp.maximum, scores)
         maximum = tile_maximum if maximum is None else jnp.maximum(maximum, tile_maximum)
@@ -584,11 +332,10 @@ def _fold_tokens(config, refs, kv_ref, q, live, m, l, acc, refill=lambda: None):
 
 
 def _tile_tokens(num_tokens, num_heads):
-    """Largest divisor of the tokens whose rows fill whole registers and number at most `TILE_ROWS`; else all tokens."""
-    for tile in range(min(TILE_ROWS // num_heads, num_tokens), 0, -1):
-        if num_tokens % tile == 0 and tile * num_heads % NUM_LANES == 0:
-            return tile
-    return num_tokens
+    """Tokens whose rows fill whole registers and number about `TILE_ROWS`; a divisor of `num_tokens`."""
+    unit = math.lcm(NUM_LANES, 2 * num_heads) // num_heads
+    tiles = [n for n in range(unit, num_tokens + 1, unit) if num_tokens % n == 0]
+    return max((n for n in tiles if n * num_heads <= TILE_ROWS), default=min(tiles, default=num_tokens))
 
 
 def _repeat_lanes(x, width):
@@ -601,23 +348,22 @@ def _fold_lanes(op, x):
     return functools.reduce(op, (x[:, i : i + NUM_LANES] for i in range(0, x.shape[1], NUM_LANES)))
 
 
-def _mask_decode(config, scores, kv_ref, live):
+def _mask_decode(config, scores, kv_dtype, live):
     """Mask scores [query heads, (token, kv head)] of other kv heads, and of tokens outside the bounds `live`."""
     num_rows, num_keys = scores.shape
-    num_heads = kv_ref.shape[1] // 2
-    num_tokens = num_keys // num_heads
-    # The pattern of 16-bit caches repeats, so that one register's width is enough wherever the period divides it.
-    is_periodic = _is_16_bit(kv_ref.dtype) and NUM_LANES % (2 * num_heads) == 0
-    width = NUM_LANES if is_periodic else num_keys
+    num_heads = config.num_kv_heads
+    # The heads of 16-bit rows repeat, so that one period's mask serves for all.
+    period = math.lcm(NUM_LANES, 2 * num_heads)
+    width = period if _is_16_bit(kv_dtype) and num_keys % period == 0 else num_keys
     key = lax.broadcasted_iota(jnp.int32, (num_rows, width), 1)
-    query_head = lax.broadcasted_iota(jnp.int32, (num_rows, width), 0) // config.num_queries_per_kv
-    _, key_head = _key_order(key, num_tokens, num_heads, kv_ref.dtype)
+    query_head = lax.div(lax.broadcasted_iota(jnp.int32, (num_rows, width), 0), config.num_queries_per_kv)
+    _, key_head = _key_order(config, key, num_keys, num_heads, kv_dtype)
     bias = jnp.where(key_head == query_head, jnp.float32(0), jnp.float32(MASK_VALUE))
     scores += jnp.concatenate([bias] * (num_keys // width), axis=1)
     if live is None:
         return scores
     key = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-    token, _ = _key_order(key, num_tokens, num_heads, kv_ref.dtype)
+    token, _ = _key_order(config, key, num_keys, num_heads, kv_dtype)
     return jnp.where((token >= live[0]) & (token < live[1]), scores, jnp.float32(MASK_VALUE))
 
 
@@ -633,11 +379,13 @@ def _prefill(config, refs, item, q_ref, out_ref, begin_block, cursor):
 
     def block(b, cursor):
         buffer, fetch, cursor = begin_block(b, cursor)
-        _clean_block(config, refs.kv.at[buffer], *_live_tokens(config, item, b))
+        pipeline.clean_block(config, refs.kv.at[buffer], *pipeline.live_tokens(config, item, b))
         for head in range(config.num_kv_heads):
             k, v = _load_kv(config, refs.kv.at[buffer], head)
-            refs.k_rows[head], refs.v_rows[head] = k.astype(config.compute_dtype), v.astype(config.compute_dtype)
-        _start_pages(config, refs, buffer, fetch)
+            refs.k_rows[head] = k.astype(config.compute_dtype)
+            if not config.is_packed:
+                refs.v_rows[head] = v.astype(config.compute_dtype)
+        pipeline.start_pages(config, refs, buffer, fetch)
         start = (item.first_page + b * config.pages_per_block) * config.page_size
         end = start + config.tokens_per_block
         # Every query sees every key of an interior block, so it needs no mask.
@@ -692,7 +440,8 @@ def _prefill_block(config, refs, item, start):
         alpha = jnp.exp2(m - m_new)
         refs.m[head, chunk_rows, :] = m_new
         refs.l[head, chunk_rows, :] = refs.l[head, chunk_rows, :] * alpha + _fold_lanes(jnp.add, p)
-        product = _matmul(p.astype(config.compute_dtype), refs.v_rows[head], 0)
+        v_rows = refs.k_rows if config.is_packed else refs.v_rows
+        product = _matmul(p.astype(config.compute_dtype), v_rows[head], 0)
         alpha = _repeat_lanes(alpha, product.shape[1])
         refs.acc[head, chunk_rows, :] = refs.acc[head, chunk_rows, :] * alpha + product
         return head
@@ -705,7 +454,7 @@ def _prefill_mask(config, kv_dtype, item, start):
     """bool[chunk rows, keys]: the query sees the key."""
     shape = (config.queries_per_block, config.tokens_per_block)
     row = lax.broadcasted_iota(jnp.int32, shape, 1)
-    key = start + _key_order(row, config.tokens_per_block, 1, kv_dtype)[0]
+    key = start + _key_order(config, row, config.tokens_per_block, 1, kv_dtype)[0]
     query = item.position + lax.broadcasted_iota(jnp.int32, shape, 0)
     mask = key <= query if config.causal else key < item.key_end
     if config.sliding_window is not None:

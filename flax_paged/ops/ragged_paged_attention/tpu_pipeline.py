@@ -1,0 +1,308 @@
+"""What the ragged paged attention kernel for TPU moves, and when: its memory, its items and its copies.
+
+One program walks over *items*: a sequence's block of queries. Each item walks over blocks of its live pages, which a
+cursor fetches from HBM ahead of the work. What is computed with them is in tpu_kernel.py.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+LOG2_E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelConfig:
+    """What the kernel knows at trace time."""
+
+    num_kv_heads: int
+    num_queries_per_kv: int
+    page_size: int
+    pages_per_block: int
+    queries_per_block: int
+    heads_per_chunk: int  # query heads that the prefill path puts through one matrix product
+    sm_scale: float
+    sliding_window: int | None
+    soft_cap: float | None
+    causal: bool
+    decode_only: bool
+    is_packed: bool  # K and V share the lanes (`ops.page_layout`)
+    edge_chunk: int  # tokens of a partly live block that the decode path handles at a time
+    compute_dtype: Any
+    interpret: bool
+    has_update: bool = False  # write new keys and values before attending
+
+    @property
+    def tokens_per_group(self) -> int:
+        """Tokens under one index of the pages' second dimension."""
+        return 2 if self.is_packed else 1
+
+    @property
+    def tokens_per_block(self) -> int:
+        """Keys in one block of pages."""
+        return self.pages_per_block * self.page_size
+
+    @property
+    def score_scale(self) -> float:
+        """Factor that brings q·k to units of log2, or makes it ready for tanh where there is a soft cap."""
+        return self.sm_scale / self.soft_cap if self.soft_cap else self.sm_scale * LOG2_E
+
+    @property
+    def query_scale(self) -> float:
+        """The part of `score_scale` that q can take without rounding; the scores take the rest in float32.
+
+        A bfloat16 q times any factor but a power of two is off by 2**-9, which a sharp softmax turns into 5 %.
+        """
+        if jnp.dtype(self.compute_dtype) == jnp.float32 or self.score_scale == 0:
+            return self.score_scale
+        return math.copysign(2.0 ** math.floor(math.log2(abs(self.score_scale))), self.score_scale)
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """A block of one sequence's queries and the keys that it attends to (traced scalars)."""
+
+    sequence: Any
+    query_row: Any  # row of its first query in q and out
+    num_queries: Any
+    position: Any  # of its first query
+    key_start: Any  # keys [key_start, key_end) are seen by some query
+    key_end: Any
+    first_page: Any  # pages [first_page, last_page) hold them
+    last_page: Any
+    num_blocks: Any  # of pages; at least one, which may be empty
+
+
+@dataclasses.dataclass(frozen=True)
+class Refs:
+    """The kernel's memory, so that helpers take one argument."""
+
+    seq_lens: Any  # i32[max_num_seqs], SMEM
+    query_start_loc: Any  # i32[max_num_seqs + 1], SMEM
+    num_seqs: Any  # i32[1], SMEM
+    q_hbm: Any  # [num_tokens, num_q_heads, head_dim]
+    kv_pages_hbm: Any  # [num_pages, groups_per_page, num_kv_heads, 2, head_dim]; see `token_groups`
+    block_tables_hbm: Any  # i32[max_num_seqs, pages_per_seq]
+    out_hbm: Any  # [num_tokens, num_q_heads, head_dim]
+    table: Any  # i32[2 * pages_per_seq, padded], SMEM: page ids of this sequence and the next
+    out_rows: Any  # i32[2], SMEM: rows of `out` on their way to HBM, by slot
+    kv: Any  # [2, groups_per_block, num_kv_heads, 2, head_dim]
+    q: Any  # [3, queries_per_block, num_q_heads, head_dim]: the item at work and up to two fetched ahead
+    out: Any  # [2, queries_per_block, num_q_heads, head_dim]
+    scores: Any  # f32[num_q_heads, tokens_per_block * num_kv_heads]
+    values: Any  # [tokens_per_block * num_kv_heads, head_dim], two rows to a word where they have 16 bits
+    table_sems: Any  # one for each slot of the buffers above
+    kv_sems: Any
+    q_sems: Any
+    out_sems: Any
+    # Prefill only.
+    q_rows: Any = None  # [num_kv_heads, num_queries_per_kv * queries_per_block, head_dim], scaled
+    k_rows: Any = None  # [num_kv_heads, tokens_per_block, head_dim]
+    v_rows: Any = None  # the same; packed: K and V are in k_rows
+    m: Any = None  # f32[num_kv_heads, num_queries_per_kv * queries_per_block, 128]
+    l: Any = None  # noqa: E741  # the same
+    acc: Any = None  # f32[num_kv_heads, num_queries_per_kv * queries_per_block, head_dim]
+    # With update only.
+    slot_mapping: Any = None  # i32[3 * U], SMEM
+    num_slices: Any = None  # i32[1], SMEM
+    new_groups_hbm: Any = None  # [num_groups, num_kv_heads, 2, head_dim]
+    update_sems: Any = None
+
+    @classmethod
+    def ordered(cls, refs, config: KernelConfig):
+        """Name the kernel's arguments, which come as prefetched scalars, inputs, outputs, scratch."""
+        has_update = config.has_update
+        names = ["seq_lens", "query_start_loc", "num_seqs"]
+        names += ["slot_mapping", "num_slices"] if has_update else []
+        names += ["q_hbm", "block_tables_hbm"]
+        # With update, kv_pages is an aliased output: named twice, the output is kept.
+        names += ["new_groups_hbm"] if has_update else []
+        names += ["kv_pages_hbm", "out_hbm"]
+        names += ["kv_pages_hbm"] if has_update else []
+        names += ["table", "out_rows", "kv", "q", "out", "scores", "values"]
+        names += ["table_sems", "kv_sems", "q_sems", "out_sems"]
+        if not config.decode_only:
+            names += ["q_rows", "k_rows"] + ([] if config.is_packed else ["v_rows"]) + ["m", "l", "acc"]
+        names += ["update_sems"] if has_update else []
+        return cls(**dict(zip(names, refs, strict=True)))
+
+    @property
+    def update(self):
+        """The arguments of `start_slices` and `wait_for_slices`."""
+        return self.slot_mapping, self.num_slices, self.new_groups_hbm, self.kv_pages_hbm, self.update_sems
+
+
+# --- Items -----------------------------------------------------------------------------------------------------------
+
+
+def num_items(config, refs, s):
+    """Blocks of queries of sequence `s`; at least one, so that every sequence has a place in the pipeline."""
+    num_queries = refs.query_start_loc[s + 1] - refs.query_start_loc[s]
+    return jnp.maximum(pl.cdiv(num_queries, config.queries_per_block), 1)
+
+
+def describe_item(config, refs, s, i):
+    """Block `i` of the queries of sequence `s`."""
+    query_start = refs.query_start_loc[s]
+    query_len = refs.query_start_loc[s + 1] - query_start
+    seq_len = refs.seq_lens[s]
+    first = i * config.queries_per_block
+    num_queries = jnp.minimum(config.queries_per_block, query_len - first)
+    position = seq_len - query_len + first
+    key_end = position + num_queries if config.causal else seq_len
+    key_start = jnp.int32(0)
+    if config.sliding_window is not None:
+        key_start = jnp.maximum(position - config.sliding_window + 1, 0)
+    first_page = lax.div(key_start, config.page_size)
+    last_page = pl.cdiv(key_end, config.page_size)
+    num_blocks = jnp.maximum(pl.cdiv(last_page - first_page, config.pages_per_block), 1)
+    return Item(s, query_start + first, num_queries, position, key_start, key_end, first_page, last_page, num_blocks)
+
+
+def live_tokens(config, item, b):
+    """Bounds of the item's keys in block `b`, counted from the block's first token; they may lie outside of it."""
+    start = (item.first_page + b * config.pages_per_block) * config.page_size
+    return item.key_start - start, item.key_end - start
+
+
+# --- Data movement ---------------------------------------------------------------------------------------------------
+
+
+def fetch(config, refs, cursor):
+    """Advance the cursor by one block; returns the block's pages for `start_pages`, and the cursor.
+
+    A block that opens an item starts the copy of the item's queries, too.
+    """
+    num_pages_left = cursor[4]
+    s, i, slot, first, num_pages_left = lax.cond(
+        num_pages_left <= 0, lambda *cursor: _open_item(config, refs, *cursor), lambda *cursor: cursor, *cursor
+    )
+    fetch = first, jnp.minimum(config.pages_per_block, num_pages_left)
+    return fetch, (s, i, slot, first + config.pages_per_block, num_pages_left - config.pages_per_block)
+
+
+def _open_item(config, refs, s, i, slot, *_):
+    """Move the cursor to the beginning of the next item; past the last sequence there are no more pages."""
+    num_seqs = refs.num_seqs[0]
+    is_last = i + 1 >= num_items(config, refs, jnp.minimum(s, num_seqs))
+    s, i = jnp.where(is_last, s + 1, s), jnp.where(is_last, 0, i + 1)
+    slot = jnp.where(slot == 2, 0, slot + 1)
+    is_live = s < num_seqs
+    item = describe_item(config, refs, jnp.minimum(s, num_seqs), i)
+
+    @pl.when(is_live & (i == 0))
+    def _():
+        table_copy(refs, s).wait()
+        pl.when(s + 1 < num_seqs)(lambda: table_copy(refs, s + 1).start())
+
+    pl.when(is_live)(lambda: q_copy(refs, item, slot).start())
+    first = lax.rem(s, 2) * _table_stride(refs) + item.first_page
+    return s, i, slot, first, jnp.where(is_live, item.last_page - item.first_page, 0)
+
+
+def table_copy(refs, s):
+    """Copy of a sequence's page ids into SMEM, which has room for two."""
+    slot, pages_per_seq = lax.rem(s, 2), refs.block_tables_hbm.shape[1]
+    target = refs.table.at[pl.ds(slot * _table_stride(refs), pages_per_seq)]
+    return pltpu.make_async_copy(refs.block_tables_hbm.at[s], target, refs.table_sems.at[slot])
+
+
+def _table_stride(refs):
+    return refs.table.shape[0] // 2
+
+
+def q_copy(refs, item, slot):
+    """Copy of an item's queries into VMEM."""
+    rows = pl.ds(item.query_row, item.num_queries)
+    return pltpu.make_async_copy(refs.q_hbm.at[rows], refs.q.at[slot, pl.ds(0, item.num_queries)], refs.q_sems.at[slot])
+
+
+def page_copy(config, refs, buffer, fetch, j):
+    """Copy of the `j`-th page of a block."""
+    size = refs.kv_pages_hbm.shape[1]
+    return pltpu.make_async_copy(
+        refs.kv_pages_hbm.at[refs.table[fetch[0] + j]],
+        refs.kv.at[buffer, pl.ds(j * size, size)],
+        refs.kv_sems.at[buffer],
+    )
+
+
+def start_pages(config, refs, buffer, fetch):
+    """Start to fetch a block's pages into a buffer."""
+    lax.fori_loop(0, fetch[1], lambda j, _: page_copy(config, refs, buffer, fetch, j).start(), None)
+
+
+def wait_pages(config, refs, item, b, buffer):
+    """Wait for all pages of a block at once: the semaphore counts bytes."""
+    num_pages = jnp.minimum(config.pages_per_block, item.last_page - item.first_page - b * config.pages_per_block)
+
+    @pl.when(num_pages > 0)
+    def _():
+        target = refs.kv.at[buffer, pl.ds(0, num_pages * refs.kv_pages_hbm.shape[1])]
+        pltpu.make_async_copy(target, target, refs.kv_sems.at[buffer]).wait()
+
+
+def clean_block(config, kv_ref, low, high):
+    """Zero the fetched tokens before `low` and from `high` on, which share a page with live ones and may hold NaN."""
+    size = config.tokens_per_group
+
+    def zero(group, _):
+        kv_ref[group] = jnp.zeros_like(kv_ref[group])
+
+    low = jnp.clip(low, 0, config.tokens_per_block)
+    high = jnp.clip(high, 0, config.tokens_per_block)
+    end = jnp.minimum(pl.cdiv(high, config.page_size) * config.page_size, config.tokens_per_block)
+    if config.sliding_window is not None:
+        lax.fori_loop(0, lax.div(low, size), zero, None)
+    lax.fori_loop(pl.cdiv(high, size), lax.div(end, size), zero, None)
+    if config.is_packed:  # the pair of tokens that the bound cuts
+        if config.sliding_window is not None:
+            pl.when(lax.rem(low, 2) == 1)(lambda: _zero_token(config, kv_ref, lax.div(low, 2), 0))
+        pl.when(lax.rem(high, 2) == 1)(lambda: _zero_token(config, kv_ref, lax.div(high, 2), 1))
+
+
+def _zero_token(config, kv_ref, pair, which):
+    """Zero the first (0) or second (1) token of a pair; in 16 bits they are halves of the same words."""
+    if kv_ref.dtype.itemsize == 4 or config.interpret:
+        kv_ref[pair, :, which, :] = jnp.zeros_like(kv_ref[pair, :, which, :])
+        return
+    words = kv_ref.bitcast(jnp.uint32)
+    words[pair] = words[pair] & jnp.uint32(0xFFFF if which else 0xFFFF0000)
+
+
+def _out_copy(refs, slot, row, num_rows):
+    return pltpu.make_async_copy(
+        refs.out.at[slot, pl.ds(0, num_rows)], refs.out_hbm.at[pl.ds(row, num_rows)], refs.out_sems.at[slot]
+    )
+
+
+def start_out(refs, item, slot):
+    """Start to bring an item's result to HBM."""
+    refs.out_rows[slot] = item.num_queries
+    pl.when(item.num_queries > 0)(lambda: _out_copy(refs, slot, item.query_row, item.num_queries).start())
+
+
+def wait_out(refs, slot):
+    """Wait until the buffer's last result has left."""
+    num_rows = refs.out_rows[slot]
+    pl.when(num_rows > 0)(lambda: _out_copy(refs, slot, 0, num_rows).wait())
+
+
+def zero_padding_rows(config, refs, first_row):
+    """Fill the rows of `out` from `first_row` on with zeros; no other result may be on its way."""
+    refs.out[0] = jnp.zeros_like(refs.out[0])
+    num_rows = refs.out_hbm.shape[0]
+    step = config.queries_per_block
+
+    def copy(j):
+        row = first_row + j * step
+        return _out_copy(refs, 0, row, jnp.minimum(step, num_rows - row))
+
+    num_copies = pl.cdiv(num_rows - first_row, step)
+    lax.fori_loop(0, num_copies, lambda j, _: copy(j).start(), None)
+    lax.fori_loop(0, num_copies, lambda j, _: copy(j).wait(), None)
