@@ -46,21 +46,39 @@ def load_model(path_or_id: str | Path, *, dtype=None, mesh: Mesh | None = None, 
     dtype = _checked_dtype(dtype)
     path = _find(path_or_id)
     gguf = GGUFSource(path) if _is_gguf(path) else None
-    values = gguf.config() if gguf else _config_values(path)
-    family = find_family(values)
-    config = family.config_from_hf(values)
-
-    def abstract_model(param_dtype):
-        return nnx.eval_shape(lambda: family.model(config, rngs=nnx.Rngs(0), dtype=param_dtype, mesh=mesh))
-
+    family, config = _family_and_config(path, gguf)
     if is_orbax_folder(path):
         dtype = dtype or stored_dtype(path)
-        return load_weights(path, abstract_model(dtype), dtype=dtype, mesh=mesh, progress=progress)
+        model = _abstract_model(family, config, dtype, mesh)
+        return load_weights(path, model, dtype=dtype, mesh=mesh, progress=progress)
     rules = family.gguf_rules(config) if gguf else family.hf_rules(config)
     ignorable = family.gguf_ignorable if gguf else family.hf_ignorable
     source = gguf or SafetensorsSource(path)
-    dtype = dtype or main_dtype((source.shape(name), source.dtype(name)) for name in source.names())
-    return assign(abstract_model(dtype), source, rules, ignorable=ignorable, dtype=dtype, mesh=mesh, progress=progress)
+    dtype = dtype or _main_dtype(source)
+    model = _abstract_model(family, config, dtype, mesh)
+    return assign(model, source, rules, ignorable=ignorable, dtype=dtype, mesh=mesh, progress=progress)
+
+
+def load_model_shape(path_or_id: str | Path, *, dtype=None) -> nnx.Module:
+    """Return the model of a checkpoint without its weights: shapes and dtypes, to plan memory with.
+
+    Args:
+        path_or_id: As in `load_model`.
+        dtype: As in `load_model`.
+
+    Returns:
+        The module that `load_model` would return, with `jax.ShapeDtypeStruct` for arrays.
+
+    Raises:
+        FileNotFoundError, ImportError, ValueError: As in `load_model`.
+    """
+    dtype = _checked_dtype(dtype)
+    path = _find(path_or_id)
+    gguf = GGUFSource(path) if _is_gguf(path) else None
+    family, config = _family_and_config(path, gguf)
+    if dtype is None:
+        dtype = stored_dtype(path) if is_orbax_folder(path) else _main_dtype(gguf or SafetensorsSource(path))
+    return _abstract_model(family, config, dtype, None)
 
 
 def save_model(
@@ -124,6 +142,21 @@ def load_generation_config(path_or_id: str | Path) -> dict[str, Any]:
     eos = [source.get("eos_token_id") for source in (generation, model)]
     eos = [index for ids in eos if ids is not None for index in ([ids] if isinstance(ids, int) else ids)]
     return merged | {"eos_token_id": list(dict.fromkeys(eos))}
+
+
+def _family_and_config(path: Path, gguf: GGUFSource | None):
+    """Return the model family of a checkpoint and its config."""
+    values = gguf.config() if gguf else _config_values(path)
+    family = find_family(values)
+    return family, family.config_from_hf(values)
+
+
+def _abstract_model(family, config, dtype, mesh: Mesh | None) -> nnx.Module:
+    return nnx.eval_shape(lambda: family.model(config, rngs=nnx.Rngs(0), dtype=dtype, mesh=mesh))
+
+
+def _main_dtype(source) -> np.dtype:
+    return main_dtype((source.shape(name), source.dtype(name)) for name in source.names())
 
 
 def _checked_dtype(dtype) -> np.dtype | None:
