@@ -81,7 +81,7 @@ def merge_lora(model: nnx.Module) -> nnx.Module:
 
 def remove_lora(model: nnx.Module) -> nnx.Module:
     """Take the adapters off a model, which then is what it was without them. Returns the model."""
-    for _, layer in list(lora_layers(model)):
+    for _, layer in linear_layers(model):
         layer.lora = nnx.data(None)
     return model
 
