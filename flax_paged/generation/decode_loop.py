@@ -60,7 +60,7 @@ def run_decode_steps(
     empty = jax.tree.map(lambda x: jnp.zeros((max_steps, *x.shape), x.dtype), shapes)
     caches, last, sampled = jax.lax.fori_loop(0, num_steps, body, (caches, previous, empty))
     nnx.update(model, caches)
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), sampled), last
+    return jax.tree.map(lambda x: x.reshape(max_steps * x.shape[1], *x.shape[2:]), sampled), last
 
 
 def _batch_after(batch: Batch, num_steps: jax.Array, page_size: int) -> Batch:
