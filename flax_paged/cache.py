@@ -80,7 +80,7 @@ class CacheSpec:
         if self.layout == "tpu" and obstacle:
             raise ValueError(f"CacheSpec(layout='tpu', {obstacle}, or layout='standard'.")
         if self.layout is None:
-            is_read = is_for_tpu and not obstacle and self.dtype != jnp.float16
+            is_read = is_for_tpu and not obstacle and self.dtype in (jnp.float32, jnp.bfloat16)
             object.__setattr__(self, "layout", "tpu" if is_read else "standard")
 
     @property

@@ -4,6 +4,7 @@ FLAX_PAGED_FULL_TPU_MATRIX=1 runs the whole matrix (900 compilations) where the 
 """
 
 import itertools
+import math
 import os
 
 import jax
@@ -11,7 +12,9 @@ import jax.numpy as jnp
 import pytest
 from tpu_compiler import TOPOLOGIES, compile_for
 
+from flax_paged.cache import CacheSpec
 from flax_paged.ops.kv_cache_update.tpu import kv_cache_update_tpu
+from flax_paged.ops.ragged_paged_attention.block_sizes import padded_rows
 from flax_paged.ops.ragged_paged_attention.tpu import ragged_paged_attention_tpu
 
 CHIPS = tuple(TOPOLOGIES)
@@ -37,12 +40,18 @@ def i32(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def attention_args(heads, head_dim, page_size, dtype, *, num_tokens, num_seqs=64, pages_per_seq=None, num_pages=512):
+def pages_of(num_kv_heads, head_dim, page_size, dtype, layout=None, num_pages=4096):
+    """The cache that a TPU gets; "tpu" has no packed heads in pages of an odd size."""
+    layout = layout or ("standard" if head_dim <= 64 and page_size % 2 else "tpu")
+    spec = CacheSpec(num_kv_heads, head_dim, num_pages, page_size, dtype, head_dim_alignment=128, layout=layout)
+    return jax.ShapeDtypeStruct(spec.shape, spec.dtype)
+
+
+def attention_args(heads, head_dim, page_size, dtype, *, num_tokens, num_seqs=64, pages_per_seq=None, layout=None):
     num_q_heads, num_kv_heads = heads
-    padded_head_dim = -(-head_dim // 128) * 128
     return (
         jax.ShapeDtypeStruct((num_tokens, num_q_heads, head_dim), dtype),
-        jax.ShapeDtypeStruct((num_pages, page_size, 2 * num_kv_heads, padded_head_dim), dtype),
+        pages_of(num_kv_heads, head_dim, page_size, dtype, layout),
         i32(num_seqs),
         i32(num_seqs, pages_per_seq or 4096 // page_size),
         i32(num_seqs + 1),
@@ -83,29 +92,56 @@ def test_page_table_larger_than_smem(chip, path):
     compile_for(chip, attention(path), args)
 
 
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("num_kv_heads, dtype", [(8, "bfloat16"), (3, "float32"), (1, "bfloat16")])
-def test_cache_update(chip, num_kv_heads, dtype):
-    pages = jax.ShapeDtypeStruct((512, 16, 2 * num_kv_heads, 128), dtype)
-    new = jax.ShapeDtypeStruct((64, num_kv_heads, 128), dtype)
-    compile_for(chip, kv_cache_update_tpu, (pages, new, new, i32(3, 128), i32(1)), donate_argnums=0)
+@pytest.mark.parametrize("chip", ["v4", "v6e"])
+@pytest.mark.parametrize("heads, head_dim", [((32, 8), 128), ((9, 3), 64)])
+def test_attention_over_the_standard_layout(chip, heads, head_dim):
+    args = attention_args(heads, head_dim, 16, "bfloat16", num_tokens=64, layout="standard")
+    compile_for(chip, attention("decode"), args)
 
 
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("is_fused", [False, True], ids=["pair", "fused"])
-def test_decoder_step_updates_its_cache_in_place(chip, is_fused):
+def cache_sized_copies(compiled, pages):
+    """Lines of the compiled program that copy a buffer of the cache's shape, whatever its layout."""
+    dims = "[" + ",".join(map(str, pages.shape)) + "]"
+    lines = compiled.as_text().splitlines()
+    return [line for line in lines if dims in line and (" copy(" in line or " copy-start(" in line)]
+
+
+@pytest.mark.parametrize("chip", ["v5e", "tpu7x"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("num_kv_heads", range(1, 17))
+def test_cache_update_is_in_place_for_every_number_of_heads(chip, num_kv_heads, head_dim):
+    dtype = "bfloat16" if num_kv_heads % 4 else "float32"
+    pages = pages_of(num_kv_heads, head_dim, 16, dtype)
+    new = jax.ShapeDtypeStruct((64, num_kv_heads, head_dim), dtype)
+    compiled = compile_for(chip, kv_cache_update_tpu, (pages, new, new, i32(3, 128), i32(1)), donate_argnums=0)
+    assert compiled.memory_analysis().alias_size_in_bytes >= math.prod(pages.shape) * pages.dtype.itemsize
+    assert not cache_sized_copies(compiled, pages)
+
+
+STEPS = [
+    *[(chip, (32, 8), 128, is_fused) for chip in CHIPS for is_fused in (False, True)],
+    *[(chip, heads, 64, True) for chip in ("v5e", "v6e") for heads in ((9, 3), (5, 1), (12, 2))],
+    ("v5e", (9, 3), 128, False),
+]
+
+
+@pytest.mark.parametrize("chip, heads, head_dim, is_fused", STEPS)
+def test_decoder_step_updates_its_cache_in_place(chip, heads, head_dim, is_fused):
     """Eight layers, donated caches: one copy of the cache in memory, and nothing of its shape is copied."""
-    num_layers, num_tokens, heads, head_dim, hidden = 8, 64, (32, 8), 128, 1024
+    num_layers, num_tokens, hidden = 8, 64, 1024
+    num_q_heads, num_kv_heads = heads
+    num_heads = num_q_heads + 2 * num_kv_heads
     shape = jax.ShapeDtypeStruct
     _, pages, *metadata = attention_args(heads, head_dim, 16, "bfloat16", num_tokens=num_tokens)
     weights = [
-        (shape((hidden, 48 * head_dim), "bfloat16"), shape((32 * head_dim, hidden), "bfloat16"))
+        (shape((hidden, num_heads * head_dim), "bfloat16"), shape((num_q_heads * head_dim, hidden), "bfloat16"))
     ] * num_layers  # fmt: skip
 
     def step(caches, weights, x, slot_mapping, num_slices, *metadata):
         updated = []
         for cache, (w_in, w_out) in zip(caches, weights, strict=True):
-            q, k, v = jnp.split((x @ w_in).reshape(num_tokens, 48, head_dim), (32, 40), axis=1)
+            heads = (x @ w_in).reshape(num_tokens, num_heads, head_dim)
+            q, k, v = jnp.split(heads, (num_q_heads, num_q_heads + num_kv_heads), axis=1)
             options = {"max_query_len": 1, "sm_scale": head_dim**-0.5}
             if is_fused:
                 update = (k, v, slot_mapping, num_slices)
@@ -120,9 +156,9 @@ def test_decoder_step_updates_its_cache_in_place(chip, is_fused):
     args = ([pages] * num_layers, weights, shape((num_tokens, hidden), "bfloat16"), i32(3, 128), i32(1), *metadata)
     compiled = compile_for(chip, step, args, donate_argnums=0)
     memory = compiled.memory_analysis()
-    cache_bytes = num_layers * 512 * 16 * 16 * 128 * 2
-    activation_bytes = num_tokens * 48 * head_dim * 2 * 6  # q, k, v, padded and interleaved, and the results
-    assert memory.alias_size_in_bytes >= cache_bytes
+    # Of each layer: q, the result, the new K and V, twice; padded to whole tiles. A layer's cache is far larger.
+    rows = 2 * padded_rows(num_q_heads) + 2 * padded_rows(2 * num_kv_heads)
+    activation_bytes = num_layers * num_tokens * rows * 128 * 2
+    assert memory.alias_size_in_bytes >= num_layers * math.prod(pages.shape) * 2
     assert memory.temp_size_in_bytes < MIB + activation_bytes
-    copies = [line for line in compiled.as_text().splitlines() if "bf16[512,16,16,128]" in line and " copy(" in line]
-    assert not copies
+    assert not cache_sized_copies(compiled, pages)

@@ -113,7 +113,9 @@ def merge_pairs(groups: jax.Array, rows: jax.Array, page: jax.Array, offset: jax
     has_next = is_live & (jnp.roll(page, -1) == page) & (jnp.roll(pair, -1) == pair)
     has_next = has_next.at[-1].set(False)
     is_led = jnp.roll(has_next, 1).at[0].set(False)
-    old = groups.at[page, pair].get(mode="clip")  # [T, KV, 2, 128]
+    # The barrier keeps XLA from reading the old tokens of all layers at the beginning of the step.
+    rows, old_page, old_pair = lax.optimization_barrier((rows, page, pair))
+    old = groups.at[old_page, old_pair].get(mode="clip")  # [T, KV, 2, 128]
 
     def choose(condition, x, y):
         return jnp.where(condition[:, None, None], x, y)
