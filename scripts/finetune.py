@@ -1,8 +1,8 @@
 """Fine-tune a model: `python scripts/finetune.py --model smollm2 --data chats.jsonl --lora --output runs/first`.
 
-The output folder gets `metrics.jsonl` and `loss.png` as the run goes, `checkpoints/` to go on from with --resume, and at
-the end `adapter/` (with --lora) or `model/`, which scripts/generate.py serves with --adapter or --model. Answers to the
-prompts of --sample-prompts go to `samples.jsonl`; the same process serves them, with the weights being trained.
+The output folder gets `metrics.jsonl` and `loss.png` as the run goes, `checkpoints/` to go on from with --resume, and
+at the end `adapter/` (with --lora) or `model/`, which scripts/generate.py serves with --adapter or --model. Answers to
+the prompts of --sample-prompts go to `samples.jsonl`; the same process serves them, with the weights being trained.
 """
 
 import argparse
@@ -217,12 +217,14 @@ def make_run(args: argparse.Namespace, model: nnx.Module, tokenizer: Tokenizer, 
 
 def settings_of(args: argparse.Namespace, steps: Steps) -> dict[str, Any]:
     """Return what two parts of one run must have in common for the whole to be as if it was never interrupted."""
-    names = (
-        "model lora lora_rank lora_alpha lora_targets batch_size micro_batches max_length no_packing compute_dtype"
-        " learning_rate schedule warmup_steps weight_decay max_grad_norm label_smoothing z_loss seed"
-    ).split()
+    reports = {"output", "resume", "skip_bad_data", "adapter_format", "epochs", "keep"}
+    settings = {
+        name: value
+        for name, value in vars(args).items()
+        if name not in reports and not name.startswith(("eval_", "checkpoint_", "sample_"))
+    }
     digest = hashlib.sha256(Path(args.data).read_bytes()).hexdigest()
-    return {name: getattr(args, name) for name in names} | {"data": digest, "steps": steps.total}
+    return settings | {"data": digest, "steps": steps.total}
 
 
 def train(

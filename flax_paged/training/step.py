@@ -107,11 +107,13 @@ class TrainStep:
         grads = jax.tree.map(lambda grad: grad * scale.astype(grad.dtype), grads)
         model = nnx.merge(self._graphdef, trained, carried, frozen)
         optimizer = nnx.merge(self._optimizer_graphdef, optimizer_state)
-        optimizer.update(model, grads)
+        # Optax mixes dtypes and ranks, whatever the caller has made of JAX's rules for that.
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            optimizer.update(model, grads)
         metrics = {
             "loss": sums.sum * scale,
             "weight": sums.weight,
-            "grad_norm": optax.global_norm(jax.tree.leaves(grads)),
+            "grad_norm": optax.tree.norm(jax.tree.leaves(grads)),
             **jax.tree.map(lambda total: total * scale, sums.metrics),
         }
         return nnx.state(model, self._filters[0]), carried, nnx.state(optimizer), metrics
@@ -120,7 +122,9 @@ class TrainStep:
         """Return ((carried, sums), gradient of the sum) of one micro-batch."""
 
         def loss_sum(trained):
-            model = nnx.merge(self._graphdef, *cast((trained, carried, frozen), self._compute_dtype))
+            # Mapped over, so that the Variables are of this trace: Flax lets no other change them.
+            state = jax.tree.map(lambda x: x, (trained, carried, frozen))
+            model = nnx.merge(self._graphdef, *cast(state, self._compute_dtype))
             sums = self._loss(model, batch)
             return sums.sum, (nnx.state(model, *self._filters)[1], sums)
 
