@@ -47,7 +47,9 @@ def run_decode_steps(
     graphdef, caches, weights = nnx.split(model, KVCache, ...)
 
     def run(k: jax.Array, caches: nnx.State, previous: jax.Array) -> tuple[nnx.State, jax.Array, SampledTokens]:
-        module = nnx.merge(graphdef, caches, weights)
+        # As if the weights could change on the way: else XLA:CPU widens 16-bit ones before the loop, at each call.
+        k, own_weights = jax.lax.optimization_barrier((k, weights))
+        module = nnx.merge(graphdef, caches, own_weights)
         sampled, last = step(module, _batch_after(batch, k, page_size), previous)
         return nnx.state(module, KVCache), last, sampled
 

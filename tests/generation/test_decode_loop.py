@@ -1,12 +1,15 @@
 """Several decode steps in one call: the same tokens, whatever ends, joins or runs out of pages on the way."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from toy import VOCAB_SIZE, ScriptedModel
 
 from flax_paged.generation.engine import Engine
 from flax_paged.generation.sampling_params import SamplingParams
+from flax_paged.models.llama import Llama, LlamaConfig
 
 SIZES = {"num_pages": 64, "page_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64}
 OPTIONS = {
@@ -149,3 +152,23 @@ def test_what_cannot_be(model):
         Engine(model, **SIZES, decode_steps_per_call=0)
     with pytest.raises(ValueError, match="expected one of the two"):
         Engine(model, **SIZES, decode_steps_per_call=2, num_speculative_tokens=2)
+
+
+def test_weights_are_not_widened_for_every_call():
+    """Hoisted out of the loop, a float32 copy of a 16-bit embedding would be written at each call."""
+    config = LlamaConfig(
+        vocab_size=32768,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    )
+    model = Llama(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    runner = Engine(model, **SIZES, decode_steps_per_call=4)._runner
+    bucket = runner.buckets.all()[0]
+    arguments = (runner._batch([], bucket), runner._last_token_ids)
+    one, loop = runner._step.lower(*arguments), runner._decode_steps.lower(*arguments, np.int32(1))
+    temporary = [lowered.compile().memory_analysis().temp_size_in_bytes for lowered in (one, loop)]
+    assert temporary[1] - temporary[0] < model.embed_tokens.weight.nbytes // 2
