@@ -28,6 +28,7 @@ class Batch(NamedTuple):
     metadata: PagedMetadata | None  # paged form
     positions: jax.Array | None  # dense form
     segment_ids: jax.Array | None  # dense form
+    adapter_ids: jax.Array | None  # i32[T] or i32[B, L]: each token's adapter, where several are stacked
 
 
 class LlamaAttention(nnx.Module):
@@ -80,9 +81,9 @@ class LlamaAttention(nnx.Module):
     def __call__(self, x: jax.Array, batch: Batch) -> jax.Array:
         """Map x [T, hidden] (or [B, L, hidden]) to the same shape; writes this step's keys and values to the cache."""
         heads = (*x.shape[:-1], -1, self.head_dim)
-        q = self.q_proj(x).reshape(heads)  # [T, H, D]
-        k = self.k_proj(x).reshape(heads)  # [T, KV, D]
-        v = self.v_proj(x).reshape(heads)  # [T, KV, D]
+        q = self.q_proj(x, batch.adapter_ids).reshape(heads)  # [T, H, D]
+        k = self.k_proj(x, batch.adapter_ids).reshape(heads)  # [T, KV, D]
+        v = self.v_proj(x, batch.adapter_ids).reshape(heads)  # [T, KV, D]
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q = apply_rope(q, batch.cos, batch.sin)
@@ -90,7 +91,7 @@ class LlamaAttention(nnx.Module):
         out = self.attention(
             q, k, v, batch.metadata, positions=batch.positions, segment_ids=batch.segment_ids
         )  # [T, H, D]
-        return self.o_proj(out.reshape(*x.shape[:-1], -1))  # [T, hidden]
+        return self.o_proj(out.reshape(*x.shape[:-1], -1), batch.adapter_ids)  # [T, hidden]
 
 
 class LlamaBlock(nnx.Module):
@@ -122,7 +123,7 @@ class LlamaBlock(nnx.Module):
     def __call__(self, x: jax.Array, batch: Batch) -> jax.Array:
         """Map x [T, hidden] (or [B, L, hidden]) to the same shape."""
         x = x + self.self_attn(self.input_layernorm(x), batch)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x), batch.adapter_ids)
 
 
 class Llama(nnx.Module):
@@ -177,6 +178,7 @@ class Llama(nnx.Module):
         *,
         positions: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
+        adapter_ids: jax.Array | None = None,
         remat: str | None = None,
     ) -> jax.Array:
         """Return logits.
@@ -187,6 +189,8 @@ class Llama(nnx.Module):
                 they attend within the batch.
             positions: Dense form only: i32[B, L], by default 0 ... L - 1.
             segment_ids: Dense form only: i32[B, L]; tokens attend within equal ids (packed sequences).
+            adapter_ids: i32 of the shape of tokens: each token's adapter, 0 for none, where `stack_lora` has given the
+                model several.
             remat: Dense form only: what of each layer the backward pass computes again; None, "dots" or "full" (see
                 `flax_paged.nn.remat`).
 
@@ -203,6 +207,7 @@ class Llama(nnx.Module):
             raise ValueError(f"{remat=} belongs to the dense form: with metadata there is no backward pass.")
         else:
             batch = self._paged_batch(tokens, metadata, positions, segment_ids)
+        batch = batch._replace(adapter_ids=adapter_ids)
         x = self.embed_tokens(tokens)  # [T, hidden] or [B, L, hidden]
         for layer in self.layers:
             x = call_layer(layer, x, batch, remat=remat)
@@ -238,7 +243,7 @@ class Llama(nnx.Module):
             sequence = jnp.searchsorted(metadata.query_start_loc[1:], rows, side="right")
             seq_lens = jnp.take(metadata.seq_lens, sequence, mode="clip")
         cos, sin = self._rope(metadata.positions, seq_lens)
-        return Batch(cos, sin, metadata, None, None)
+        return Batch(cos, sin, metadata, None, None, None)
 
     def _dense_batch(self, tokens, positions, segment_ids) -> Batch:
         if tokens.ndim != 2:
@@ -250,7 +255,7 @@ class Llama(nnx.Module):
         if depends_on_seq_lens(self.config.rope):
             seq_lens = _dense_seq_lens(rope_positions, segment_ids)
         cos, sin = self._rope(rope_positions, seq_lens)
-        return Batch(cos, sin, None, positions, segment_ids)
+        return Batch(cos, sin, None, positions, segment_ids, None)
 
     def _rope(self, positions: jax.Array, seq_lens: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         return rope_tables(
