@@ -151,33 +151,82 @@ def make_ragged_batch(
 
 
 def ragged_paged_attention_oracle(
-    q, kv_pages, seq_lens, block_tables, query_start_loc, num_seqs, *, sm_scale=1.0, sliding_window=None, soft_cap=None
-) -> np.ndarray:
+    q,
+    kv_pages,
+    seq_lens,
+    block_tables,
+    query_start_loc,
+    num_seqs,
+    *,
+    sm_scale=1.0,
+    sliding_window=None,
+    soft_cap=None,
+    sinks=None,
+    alibi_slopes=None,
+    attention_chunk_size=None,
+    causal=True,
+    page_mask=None,
+    draft_mask=None,
+    k_scale=1.0,
+    v_scale=1.0,
+    kv_scales=None,
+    return_lse=False,
+):
     """Return float64[T, H, D] from the definition, one kv head of one token at a time; padding rows are zeros.
 
-    Reads exactly the keys that a query sees, so that poison anywhere else cannot reach the answer.
+    Reads exactly the keys that a query sees, so that poison anywhere else cannot reach the answer. With return_lse
+    also float64[T, H].
     """
     num_tokens, num_q_heads, head_dim = q.shape
     page_size, num_kv_heads = kv_pages.shape[1], kv_pages.shape[2] // 2
     queries_per_kv = num_q_heads // num_kv_heads
+    k_scale, v_scale = (np.broadcast_to(np.float64(scale), num_kv_heads) for scale in (k_scale, v_scale))
     out = np.zeros((num_tokens, num_q_heads, head_dim), np.float64)
+    lse = np.full((num_tokens, num_q_heads), -np.inf)
     for i in range(int(num_seqs[0])):
         first, end = int(query_start_loc[i]), int(query_start_loc[i + 1])
         seq_len = int(seq_lens[i])
-        slots = np.arange(seq_len)
-        kv = kv_pages[block_tables[i, slots // page_size], slots % page_size, :, :head_dim].astype(np.float64)
+        keys = np.arange(seq_len)
         for row in range(first, end):
             position = seq_len - (end - row)
-            oldest = 0 if sliding_window is None else max(0, position - sliding_window + 1)
-            seen = kv[oldest : position + 1]
+            sees = keys <= position if causal else np.full(seq_len, True)
+            if sliding_window is not None:
+                sees &= abs(position - keys) < sliding_window
+            if attention_chunk_size is not None:
+                sees &= keys // attention_chunk_size == position // attention_chunk_size
+            if page_mask is not None:
+                sees &= page_mask[i, keys // page_size]
+            if draft_mask is not None:
+                context_len = seq_len - (end - first)
+                sees[context_len:] &= _bits(draft_mask[row], seq_len - context_len)
+            seen = keys[sees]
+            slots = block_tables[i, seen // page_size], seen % page_size
+            kv = kv_pages[(*slots, slice(None), slice(head_dim))].astype(np.float64)
+            if kv_scales is not None:
+                kv = kv * kv_scales[slots].astype(np.float64)
             for kv_head in range(num_kv_heads):
                 heads = slice(kv_head * queries_per_kv, (kv_head + 1) * queries_per_kv)
-                scores = q[row, heads].astype(np.float64) @ seen[:, 2 * kv_head].T * sm_scale
+                scores = q[row, heads].astype(np.float64) @ kv[:, 2 * kv_head].T * k_scale[kv_head] * sm_scale
                 if soft_cap is not None:
                     scores = soft_cap * np.tanh(scores / soft_cap)
-                weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-                out[row, heads] = weights / weights.sum(axis=1, keepdims=True) @ seen[:, 2 * kv_head + 1]
-    return out
+                if alibi_slopes is not None:
+                    scores = scores - alibi_slopes[heads, None] * np.abs(position - seen)
+                values = kv[:, 2 * kv_head + 1] * v_scale[kv_head]
+                if sinks is not None:
+                    scores = np.append(scores, sinks[heads, None], axis=1)
+                    values = np.append(values, np.zeros((1, head_dim)), axis=0)
+                if len(values):
+                    largest = scores.max(axis=1, keepdims=True)
+                    weights = np.exp(scores - largest)
+                    total = weights.sum(axis=1, keepdims=True)
+                    out[row, heads] = weights / total @ values
+                    lse[row, heads] = (largest + np.log(total))[:, 0]
+    return (out, lse) if return_lse else out
+
+
+def _bits(words, count):
+    bits = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), bitorder="little")
+    return np.append(bits, np.zeros(count, np.uint8))[:count].astype(bool)
 
 
 def tolerance(dtype: Any) -> float:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from flax_paged.ops.page_layout import PageLayout
+from flax_paged.ops.quantization import QUANTIZED_DTYPES
 
 IMPLEMENTATIONS = ("reference", "xla", "pallas_tpu", "pallas_tpu_interpret")
 FLOAT_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -36,13 +37,6 @@ def product_dtype(a: jax.Array, b: jax.Array) -> Any:
     return a.dtype if a.dtype == b.dtype else jnp.dtype(jnp.float32)
 
 
-def refuse(**arguments: Any) -> None:
-    """Raise NotImplementedError for each argument that is not None: features of a later version."""
-    for name, value in arguments.items():
-        if value is not None:
-            raise NotImplementedError(f"{name} is not available yet; leave it None.")
-
-
 def check_shape(name: str, array: jax.Array, expected: Sequence[int | str]) -> None:
     """Check the rank and the known sizes of an array; a string names a size that may be anything from 1 up."""
     fits = array.ndim == len(expected) and all(
@@ -67,7 +61,7 @@ def check_int32(**arrays: jax.Array) -> None:
 
 def check_kv_pages(kv_pages: jax.Array, num_kv_heads: int | None, head_dim: int) -> PageLayout:
     """Check a page pool against the heads and head_dim that read or write it; returns its layout."""
-    check_dtype("kv_pages", kv_pages, FLOAT_DTYPES)
+    check_dtype("kv_pages", kv_pages, (*FLOAT_DTYPES, *QUANTIZED_DTYPES))
     layout = PageLayout.of(kv_pages, head_dim)
     if num_kv_heads not in (None, layout.num_kv_heads):
         raise ValueError(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax_paged.ops import dispatch
 from flax_paged.ops.kv_cache_update import kv_cache_update
 from flax_paged.ops.ragged_paged_attention import ragged_paged_attention
+from flax_paged.ops.ragged_paged_attention.api import missing_in_kernel
 
 
 def paged_attention_with_update(
@@ -45,7 +46,7 @@ def paged_attention_with_update(
         query_start_loc: i32[S + 1].
         num_seqs: i32[1].
         implementation: As in `ragged_paged_attention`.
-        **options: Further options of `ragged_paged_attention`.
+        **options: Further options of `ragged_paged_attention`; k_scale and v_scale hold for the update too.
 
     Returns:
         The attention's result [T, H, D] and the updated cache.
@@ -57,10 +58,13 @@ def paged_attention_with_update(
     """
     update = [jnp.asarray(x) for x in (k, v, slot_mapping, num_kv_update_slices)]
     attention = [jnp.asarray(x) for x in (seq_lens, block_tables, query_start_loc, num_seqs)]
-    kernel_can = kv_pages.shape[-1] % 128 == 0 and jnp.float16 not in (q.dtype, kv_pages.dtype)
+    lacking = missing_in_kernel(q, kv_pages, **options)
+    kernel_can = kv_pages.shape[-1] % 128 == 0 and not lacking
     chosen = dispatch.choose_implementation(implementation, kernel_can=kernel_can)
     if not chosen.startswith("pallas"):
         return _update_then_attend(q, kv_pages, update, attention, implementation=chosen, **options)
+    if lacking:
+        raise NotImplementedError(f"implementation={chosen!r} does not have: {lacking}. Use 'xla'.")
     # Checks all arguments as the pair does, without computing anything.
     jax.eval_shape(
         functools.partial(_update_then_attend, implementation="reference", **options), q, kv_pages, update, attention
@@ -79,5 +83,6 @@ def paged_attention_with_update(
 
 
 def _update_then_attend(q, kv_pages, update, attention, *, implementation, **options):
-    kv_pages = kv_cache_update(kv_pages, *update, implementation=implementation)
+    scales = {name: options.get(name) for name in ("k_scale", "v_scale")}
+    kv_pages = kv_cache_update(kv_pages, *update, **scales, implementation=implementation)
     return ragged_paged_attention(q, kv_pages, *attention, implementation=implementation, **options), kv_pages

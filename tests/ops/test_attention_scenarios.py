@@ -115,14 +115,14 @@ def test_new_lengths_do_not_recompile(hint):
 
 def count_blocks(monkeypatch, batch, **options):
     """Blocks of keys that a step really reads, counted as it runs."""
-    reads, read = [], xla._Cache.read
+    reads, read = [], xla.PageReader.read
 
     def counting_read(cache, seqs, first_keys, last_keys, num_keys):
         jax.debug.callback(lambda n: reads.append(len(n)), seqs)
         return read(cache, seqs, first_keys, last_keys, num_keys)
 
     with monkeypatch.context() as patch:
-        patch.setattr(xla._Cache, "read", counting_read)
+        patch.setattr(xla.PageReader, "read", counting_read)
         patch.setattr(xla, "_GATHER_BYTES", 0)
         # A function of its own: what `RUN` has compiled before does not count.
         jax.jit(lambda *a: ragged_paged_attention(*a, implementation="xla", **options))(*batch.args)

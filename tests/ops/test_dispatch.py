@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import make_ragged_batch
@@ -12,25 +11,6 @@ from flax_paged.ops import check_metadata_values, kv_cache_update, ragged_paged_
 
 BATCH = make_ragged_batch(((3, 9), (1, 6)), num_q_heads=4, num_kv_heads=2, head_dim=8, page_size=4)
 ARGUMENTS = ("q", "kv_pages", "seq_lens", "block_tables", "query_start_loc", "num_seqs")
-
-
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"sinks": np.zeros(4)}, {"alibi_slopes": np.zeros(4)}, {"attention_chunk_size": 4}, {"causal": False},
-        {"k_scale": 1.0}, {"v_scale": 1.0}, {"out_dtype": jnp.bfloat16},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_features_to_come_are_refused_by_name(option):
-    with pytest.raises(NotImplementedError, match=next(iter(option))):
-        ragged_paged_attention(*BATCH.args, **option)
-
-
-@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
-def test_scales_of_the_update_are_refused_by_name(name):
-    with pytest.raises(NotImplementedError, match=name):
-        kv_cache_update(*BATCH.update_args, **{name: 2.0})
 
 
 def test_out_dtype_of_q_is_fine():
@@ -46,7 +26,7 @@ def test_out_dtype_of_q_is_fine():
         ("q", np.zeros(BATCH.q.shape, np.int32), TypeError, "q has dtype int32"),
         ("kv_pages", BATCH.kv_pages[:, :, :3], ValueError, "3 combined heads: expected an even number"),
         ("kv_pages", BATCH.kv_pages[0], ValueError, "kv_pages has shape"),
-        ("kv_pages", np.zeros(BATCH.kv_pages.shape, np.int8), TypeError, "kv_pages has dtype int8"),
+        ("kv_pages", np.zeros(BATCH.kv_pages.shape, np.int16), TypeError, "kv_pages has dtype int16"),
         ("seq_lens", BATCH.seq_lens[1:], ValueError, r"seq_lens has shape \(3,\): expected \[4\]"),
         ("seq_lens", BATCH.seq_lens.astype(np.int16), TypeError, "seq_lens has dtype int16: expected int32"),
         ("block_tables", BATCH.block_tables[:, :0], ValueError, "block_tables has shape"),
@@ -61,8 +41,17 @@ def test_bad_arrays(name, value, error, message):
 
 
 @pytest.mark.parametrize(
-    "option", [{"sliding_window": 0}, {"soft_cap": 0.0}, {"soft_cap": -1.0}, {"max_query_len": 0}], ids=str
-)
+    "option",
+    [
+        {"sliding_window": 0}, {"soft_cap": 0.0}, {"soft_cap": -1.0}, {"max_query_len": 0}, {"attention_chunk_size": 0},
+        {"sinks": np.zeros(3)}, {"alibi_slopes": np.zeros((4, 1))}, {"k_scale": np.ones(4)}, {"v_scale": np.ones(3)},
+        {"page_mask": np.ones((4, 1), bool)}, {"draft_mask": np.ones((3, 1), np.int32)},
+        {"kv_scales": np.ones((2, 4, 4, 1))}, {"out_scale": 2.0},
+        {"draft_mask": np.ones((len(BATCH.q), 1), np.int32), "sliding_window": 4},
+        {"draft_mask": np.ones((len(BATCH.q), 1), np.int32), "causal": False},
+    ],
+    ids=str,
+)  # fmt: skip
 def test_bad_options(option):
     with pytest.raises(ValueError, match=next(iter(option))):
         ragged_paged_attention(*BATCH.args, **option)
@@ -75,6 +64,17 @@ def test_an_implementation_that_cannot_run_is_an_error(op, arguments):
     if jax.default_backend() != "tpu":
         with pytest.raises(ValueError, match="'pallas_tpu' needs a TPU, but the backend is"):
             op(*arguments, implementation="pallas_tpu")
+
+
+@pytest.mark.parametrize("option", [{"page_mask": np.ones(BATCH.block_tables.shape)}, {"out_dtype": np.int16}], ids=str)
+def test_bad_option_dtypes(option):
+    with pytest.raises(TypeError, match=next(iter(option))):
+        ragged_paged_attention(*BATCH.args, **option)
+
+
+def test_scales_belong_to_quantised_caches():
+    with pytest.raises(ValueError, match="k_scale and v_scale belong to an int8 or float8 cache"):
+        kv_cache_update(*BATCH.update_args, k_scale=2.0)
 
 
 def test_kernel_refuses_an_unpadded_cache():

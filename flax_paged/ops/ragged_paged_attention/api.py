@@ -6,7 +6,15 @@ import jax
 import jax.numpy as jnp
 
 from flax_paged.ops import dispatch
+from flax_paged.ops.page_layout import PageLayout
+from flax_paged.ops.quantization import QUANTIZED_DTYPES, is_quantized, quantize
 from flax_paged.ops.ragged_paged_attention import reference, xla
+from flax_paged.ops.ragged_paged_attention.rules import AttentionRules
+
+_KERNEL_OPTIONS = (
+    "sm_scale", "sliding_window", "soft_cap", "max_query_len", "vmem_limit_bytes", "num_kv_pages_per_block",
+    "num_queries_per_block",
+)  # fmt: skip
 
 
 def ragged_paged_attention(
@@ -24,30 +32,45 @@ def ragged_paged_attention(
     alibi_slopes: Any = None,
     attention_chunk_size: int | None = None,
     causal: bool = True,
+    page_mask: Any = None,
+    draft_mask: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
+    kv_scales: Any = None,
     out_dtype: Any = None,
+    out_scale: Any = None,
+    return_lse: bool = False,
     num_kv_pages_per_block: int | None = None,
     num_queries_per_block: int | None = None,
     vmem_limit_bytes: int | None = None,
     max_query_len: int | None = None,
     implementation: str | None = None,
-) -> jax.Array:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attend each sequence's new queries over its keys and values in the cache.
 
-    Query row t of sequence i, at position p = seq_lens[i] - (query_start_loc[i + 1] - t), sees the keys j of its own
-    sequence with p - sliding_window < j <= p:
+    Query row t of sequence i, at position p = seq_lens[i] - (query_start_loc[i + 1] - t), sees keys j of its own
+    sequence and gives
 
-        out[t] = softmax_j(cap(sm_scale * q[t] . k[j])) @ v,    cap(s) = soft_cap * tanh(s / soft_cap)
+        out[t] = sum_j w_j v[j],    w = softmax_j(cap(sm_scale * q[t] . k[j]) - alibi_slope * |p - j|)
 
-    Query head h reads kv head h // (H / KV). Softmax and accumulation are in float32. What dead pages and page tails
-    hold, NaN included, never reaches the result.
+    where cap(s) is soft_cap * tanh(s / soft_cap). It sees j if all of these hold, those that are asked for:
+
+    * j <= p (causal), otherwise any j < seq_lens[i];
+    * |p - j| < sliding_window;
+    * j // attention_chunk_size == p // attention_chunk_size;
+    * page_mask[i, j // page_size];
+    * j is in the context or the bit of j in draft_mask[t] is set.
+
+    Query head h reads kv head h // (H / KV). Softmax and accumulation are in float32. A query that sees no key gives
+    zeros. What dead pages and page tails hold, NaN included, never reaches the result.
+
+    With causal=False the queries may be any number, whatever seq_lens is: another sequence's (cross attention).
 
     Args:
         q: [T, H, D], float32, bfloat16 or float16. Padding rows may hold anything.
-        kv_pages: [num_pages, page_size, 2 * KV, padded D], of these dtypes too. Combined head 2h is K of kv head h,
-            2h + 1 its V. Or a pool in the TPU's layout (`ops.page_layout`), which has five dimensions. The step's own
-            keys and values are already written.
+        kv_pages: [num_pages, page_size, 2 * KV, padded D], of these dtypes too, or int8, float8_e4m3fn or float8_e5m2.
+            Combined head 2h is K of kv head h, 2h + 1 its V. Or a pool in the TPU's layout (`ops.page_layout`), which
+            has five dimensions. The step's own keys and values are already written.
         seq_lens: i32[S]. Keys visible to each sequence's last query: its context plus this step's queries.
         block_tables: i32[S, P]. Page ids of each sequence in order; dead entries may be anything in range.
         query_start_loc: i32[S + 1]. Sequence i owns rows [query_start_loc[i], query_start_loc[i + 1]); entries past
@@ -55,59 +78,119 @@ def ragged_paged_attention(
         num_seqs: i32[1]. Live sequences; rows past it are padding.
         sm_scale: Factor on the scores, usually 1 / sqrt(D) of the unpadded D.
         sliding_window: Keys that a query sees, its own included; None for all.
-        soft_cap: Cap on the scaled scores, applied before the mask; None for none.
-        sinks: Not available yet.
-        alibi_slopes: Not available yet.
-        attention_chunk_size: Not available yet.
-        causal: False is not available yet.
-        k_scale: Not available yet.
-        v_scale: Not available yet.
-        out_dtype: q's dtype, or None for the same.
+        soft_cap: Cap on the scaled scores, applied before ALiBi and the mask; None for none.
+        sinks: [H] or None. One more logit a head in the softmax's denominator, without a value (gpt-oss).
+        alibi_slopes: [H] or None. Slopes of ALiBi (Press et al. 2022).
+        attention_chunk_size: Keys of the query's own chunk are seen (chunked local attention, Llama 4); None for all.
+        causal: False for encoder and cross attention.
+        page_mask: bool[S, P] or None. Pages of a sequence that its queries see (block-sparse attention); masked pages
+            are not read.
+        draft_mask: i32[T, W] or None. Bit b of word w of a row says whether it sees its sequence's token 32 * w + b of
+            this step: a tree of drafts to verify at once. It narrows the causal mask; tokens past the last word are
+            hidden.
+        k_scale: Factor on the stored keys, a number or [KV]; None is 1. A new value does not compile anew.
+        v_scale: Likewise for the values.
+        kv_scales: [num_pages, page_size, 2 * KV, 1] or None. A factor for each stored token and head, laid out like the
+            standard kv_pages with a head_dim of 1; `kv_cache_update` writes them likewise.
+        out_dtype: Dtype of the result; None for that of q. int8 and float8 round and saturate.
+        out_scale: The result is divided by it before it is rounded to an int8 or float8 out_dtype; a number or [H].
+        return_lse: Return the logarithm of each softmax's denominator too, for `merge_attention`.
         num_kv_pages_per_block: Tile of the TPU kernel; None lets it choose. Other implementations choose their own.
         num_queries_per_block: Likewise.
         vmem_limit_bytes: Likewise.
         max_query_len: Static bound on the queries that a sequence has in this step; 1 selects the decode path. None:
             not known.
-        implementation: None (Pallas on a TPU where it takes the cache, else "xla"), "reference", "xla", "pallas_tpu" or
+        implementation: None (Pallas on a TPU where it does the job, else "xla"), "reference", "xla", "pallas_tpu" or
             "pallas_tpu_interpret".
 
     Returns:
-        [T, H, D] in q's dtype; rows past query_start_loc[num_seqs] are zeros.
+        [T, H, D] in q's dtype or out_dtype; rows past query_start_loc[num_seqs] are zeros. With return_lse also
+        f32[T, H], sinks included, -inf for rows that see nothing and for padding.
 
     Raises:
-        ValueError: Shapes or options that do not fit, or an implementation that cannot run here.
+        ValueError: Shapes or options that do not fit each other, or an implementation that cannot run here.
         TypeError: A dtype that is not supported.
-        NotImplementedError: An argument whose feature is not available yet.
+        NotImplementedError: The implementation asked for does not have a feature; "xla" and "reference" have all.
     """
-    dispatch.refuse(
-        sinks=sinks, alibi_slopes=alibi_slopes, attention_chunk_size=attention_chunk_size, k_scale=k_scale,
-        v_scale=v_scale, causal=None if causal else causal,
-        out_dtype=None if out_dtype is None or jnp.dtype(out_dtype) == q.dtype else out_dtype,
-    )  # fmt: skip
     _check_arrays(q, kv_pages, seq_lens, block_tables, query_start_loc, num_seqs)
-    _check_options(sliding_window, soft_cap, max_query_len)
+    _check_options(sliding_window, soft_cap, attention_chunk_size, max_query_len)
+    num_kv_heads = PageLayout.of(kv_pages, q.shape[2]).num_kv_heads
+    _check_masks(q, kv_pages, block_tables, page_mask, draft_mask, kv_scales, causal, sliding_window,
+                 attention_chunk_size, alibi_slopes)  # fmt: skip
+    out_dtype = _out_dtype(q, out_dtype, out_scale)
 
     # Metadata often comes as numpy arrays, which tracers cannot index.
     arguments = [jnp.asarray(a) for a in (q, kv_pages, seq_lens, block_tables, query_start_loc, num_seqs)]
-    options = {"sm_scale": sm_scale, "sliding_window": sliding_window, "soft_cap": soft_cap}
-    kernel_can = kv_pages.shape[-1] % 128 == 0 and jnp.float16 not in (q.dtype, kv_pages.dtype)
-    chosen = dispatch.choose_implementation(implementation, kernel_can=kernel_can)
-    if chosen == "reference":
-        return reference.ragged_paged_attention(*arguments, **options)
-    if chosen == "xla":
-        return xla.ragged_paged_attention(*arguments, **options, max_query_len=max_query_len)
+    rules = AttentionRules(
+        sm_scale,
+        sliding_window,
+        soft_cap,
+        attention_chunk_size,
+        causal,
+        _per_head("alibi_slopes", alibi_slopes, q.shape[1]),
+        _per_head("sinks", sinks, q.shape[1]),
+    )
+    options = {
+        "kv_scales": None if kv_scales is None else jnp.asarray(kv_scales),
+        "k_scale": _per_head("k_scale", k_scale, num_kv_heads),
+        "v_scale": _per_head("v_scale", v_scale, num_kv_heads),
+        "page_mask": None if page_mask is None else jnp.asarray(page_mask),
+        "draft_mask": None if draft_mask is None else jnp.asarray(draft_mask),
+    }
+
+    out_scale = _per_head("out_scale", out_scale, q.shape[1])
+
+    def finish(out):
+        if not is_quantized(out_dtype):
+            return out.astype(out_dtype)
+        return quantize(out, out_dtype, 1.0 if out_scale is None else out_scale[None, :, None])
+
+    asked = {"causal": causal, "sinks": sinks, "alibi_slopes": alibi_slopes, "out_dtype": out_dtype}
+    asked |= {"attention_chunk_size": attention_chunk_size, "return_lse": return_lse}
+    lacking = missing_in_kernel(q, kv_pages, **asked, **options)
+    chosen = dispatch.choose_implementation(implementation, kernel_can=kv_pages.shape[-1] % 128 == 0 and not lacking)
+    if chosen in ("reference", "xla"):
+        if chosen == "reference":
+            out, lse = reference.ragged_paged_attention(*arguments, rules=rules, finish=finish, **options)
+        else:
+            options["max_query_len"] = max_query_len
+            out, lse = xla.ragged_paged_attention(*arguments, rules=rules, finish=finish, **options)
+        return (out, lse) if return_lse else out
+    if lacking:
+        raise NotImplementedError(f"implementation={chosen!r} does not have: {lacking}. Use 'xla'.")
     # Pallas takes a second to import; only those who run it pay.
     from flax_paged.ops.ragged_paged_attention.tpu import ragged_paged_attention_tpu
 
     return ragged_paged_attention_tpu(
         *arguments,
-        **options,
+        sm_scale=sm_scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
         num_kv_pages_per_block=num_kv_pages_per_block,
         num_queries_per_block=num_queries_per_block,
         vmem_limit_bytes=vmem_limit_bytes,
         max_query_len=max_query_len,
         interpret=chosen == "pallas_tpu_interpret",
     )
+
+
+def missing_in_kernel(q: jax.Array, kv_pages: jax.Array, **options: Any) -> str:
+    """Name the options of a call that the TPU kernel does not have; empty if it can do it.
+
+    Args:
+        q: As in `ragged_paged_attention`.
+        kv_pages: Likewise.
+        **options: Its keyword arguments, in any form that it takes.
+    """
+    options["causal=False"] = options.pop("causal", True) is False
+    if options.get("out_dtype") is not None and jnp.dtype(options["out_dtype"]) == q.dtype:
+        del options["out_dtype"]
+    options = {name: value for name, value in options.items() if value is not None and value is not False}
+    asked = [name for name in options if name not in _KERNEL_OPTIONS]
+    for name, array in (("q", q), ("kv_pages", kv_pages)):
+        if array.dtype not in (jnp.float32, jnp.bfloat16):
+            asked.append(f"{array.dtype.name} {name}")
+    return ", ".join(asked)
 
 
 def _check_arrays(q, kv_pages, seq_lens, block_tables, query_start_loc, num_seqs):
@@ -130,10 +213,56 @@ def _check_arrays(q, kv_pages, seq_lens, block_tables, query_start_loc, num_seqs
     )
 
 
-def _check_options(sliding_window, soft_cap, max_query_len):
+def _check_options(sliding_window, soft_cap, attention_chunk_size, max_query_len):
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"{sliding_window=}: expected at least 1 key, the query's own; None sees every key.")
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"{soft_cap=}: expected a positive number; None leaves scores uncapped.")
+    if attention_chunk_size is not None and attention_chunk_size < 1:
+        raise ValueError(f"{attention_chunk_size=}: expected at least 1 key; None has no chunks.")
     if max_query_len is not None and max_query_len < 1:
         raise ValueError(f"{max_query_len=}: expected at least 1; None when it is not known.")
+
+
+def _check_masks(q, kv_pages, block_tables, page_mask, draft_mask, kv_scales, causal, sliding_window,
+                 attention_chunk_size, alibi_slopes):  # fmt: skip
+    if page_mask is not None:
+        dispatch.check_shape("page_mask", page_mask, block_tables.shape)
+        dispatch.check_dtype("page_mask", page_mask, (jnp.bool_,))
+    if draft_mask is not None:
+        dispatch.check_shape("draft_mask", draft_mask, (q.shape[0], "num_words"))
+        dispatch.check_int32(draft_mask=draft_mask)
+        asked = {
+            "causal=False": not causal,
+            "sliding_window": sliding_window is not None,
+            "attention_chunk_size": attention_chunk_size is not None,
+            "alibi_slopes": alibi_slopes is not None,
+        }
+        if any(asked.values()):
+            names = ", ".join(name for name, is_asked in asked.items() if is_asked)
+            raise ValueError(
+                f"draft_mask with {names}: the drafts of a tree lie side by side in the cache, so distances between"
+                " their places mean nothing; leave one of them out."
+            )
+    if kv_scales is not None:
+        layout = PageLayout.of(kv_pages, q.shape[2])
+        dispatch.check_shape("kv_scales", kv_scales, (layout.num_pages, layout.page_size, 2 * layout.num_kv_heads, 1))
+
+
+def _out_dtype(q, out_dtype, out_scale):
+    out_dtype = jnp.dtype(q.dtype if out_dtype is None else out_dtype)
+    if out_dtype not in (*dispatch.FLOAT_DTYPES, *QUANTIZED_DTYPES):
+        raise TypeError(f"{out_dtype=}: expected a floating-point dtype of 16 or 32 bits, int8 or float8.")
+    if out_scale is not None and not is_quantized(out_dtype):
+        raise ValueError(f"out_scale with out_dtype={out_dtype.name}: a scale belongs to int8 and float8 results.")
+    return out_dtype
+
+
+def _per_head(name, values, num_heads):
+    """Return a number or an array of one for each head as f32[num_heads]; None stays None."""
+    if values is None:
+        return None
+    values = jnp.asarray(values, jnp.float32)
+    if values.shape not in ((), (num_heads,)):
+        raise ValueError(f"{name} has shape {values.shape}: expected a number or [{num_heads}], one for each head.")
+    return jnp.broadcast_to(values, (num_heads,))
