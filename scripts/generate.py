@@ -14,6 +14,7 @@ from pathlib import Path
 from flax_paged import Engine, SamplingParams, load_model, load_tokenizer
 from flax_paged.generation import use_compilation_cache
 from flax_paged.generation.outputs import RequestOutput
+from flax_paged.training import load_adapter
 
 # Without --max-model-len, longer contexts than this are not planned for, to keep shapes and memory small.
 _DEFAULT_MAX_MODEL_LEN = 4096
@@ -44,6 +45,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Generate text with a model.")
     add = parser.add_argument
     add("--model", required=True, help="folder (Orbax or Hugging Face), GGUF file, Hugging Face id, or 'smollm2'")
+    add("--adapter", metavar="FOLDER", help="a LoRA adapter, of scripts/finetune.py or of PEFT")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", nargs="+", metavar="TEXT", help="one or more prompts")
     source.add_argument("--prompts-file", metavar="FILE", help="a prompt a line, or .jsonl with 'prompt'; - is stdin")
@@ -117,6 +119,8 @@ def load_engine(args: argparse.Namespace) -> Engine:
         use_compilation_cache(args.compilation_cache)
     print(f"Loading {args.model} ...", file=sys.stderr)
     model = load_model(args.model, dtype=args.dtype)
+    if args.adapter:
+        load_adapter(model, args.adapter)
     tokenizer = load_tokenizer(args.model)
     max_model_len = args.max_model_len
     if max_model_len is None:
