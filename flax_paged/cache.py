@@ -9,6 +9,7 @@ from flax import nnx
 from flax.nnx import reprlib
 
 from flax_paged.ops.page_layout import MAX_PACKED_HEAD_DIM, NUM_LANES
+from flax_paged.ops.quantization import is_quantized
 
 # Half of a TPU core's 1 MiB of SMEM may hold a step's block tables (the rule of the vLLM Pallas backend).
 _BLOCK_TABLE_BYTES = 1024 * 1024 // 2
@@ -30,10 +31,13 @@ class CacheSpec:
         head_dim: Logical size of a head, before padding.
         num_pages: Pages in the pool.
         page_size: Tokens in a page.
-        dtype: Element type; float32, bfloat16 or float16.
+        dtype: Element type; float32, bfloat16 or float16, or int8, float8_e4m3fn or float8_e5m2 with scales.
         head_dim_alignment: `head_dim` is padded up to a multiple of this. None means 128 on TPU, where the Pallas
             kernels need full lanes, and 1 elsewhere. Packed heads take 64.
         layout: "standard" or "tpu". None means "tpu" on TPU wherever its kernels read it.
+        scales: Of a quantised cache. "per_token_head" computes a scale for each token and head as it is written and
+            keeps it beside the pages; "per_head" has one for each KV head, constant while serving, 1 until
+            `calibrate_kv_scales` sets it. None means the first for int8 and the second for float8.
 
     Raises:
         ValueError: A count is below 1, the dtype is not a supported cache dtype, the pool has more token slots than an
@@ -47,6 +51,7 @@ class CacheSpec:
     dtype: Any = jnp.bfloat16
     head_dim_alignment: int | None = None
     layout: Literal["standard", "tpu"] | None = None
+    scales: Literal["per_token_head", "per_head"] | None = None
 
     def __post_init__(self):
         is_for_tpu = self.layout == "tpu" or jax.default_backend() == "tpu"
@@ -58,8 +63,12 @@ class CacheSpec:
                 raise ValueError(f"CacheSpec({name}={getattr(self, name)}): expected at least 1.")
         if self.num_pages < 0:
             raise ValueError(f"CacheSpec(num_pages={self.num_pages}): expected 0 (no cache) or more.")
-        if self.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-            raise ValueError(f"CacheSpec(dtype={self.dtype}): expected float32, bfloat16 or float16.")
+        if not is_quantized(self.dtype) and self.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+            raise ValueError(
+                f"CacheSpec(dtype={self.dtype}): expected float32, bfloat16, float16, int8, float8_e4m3fn or"
+                " float8_e5m2."
+            )
+        self._choose_scales()
         num_slots = self.num_pages * self.page_size
         if num_slots > _MAX_INT32:
             raise ValueError(
@@ -67,6 +76,16 @@ class CacheSpec:
                 f" than the {_MAX_INT32} that an int32 slot number can address; use fewer pages."
             )
         self._choose_layout(is_for_tpu)
+
+    def _choose_scales(self) -> None:
+        if self.scales not in (None, "per_token_head", "per_head"):
+            raise ValueError(f"CacheSpec(scales={self.scales!r}): expected 'per_token_head', 'per_head' or None.")
+        if self.scales is not None and not is_quantized(self.dtype):
+            raise ValueError(
+                f"CacheSpec(scales={self.scales!r}, dtype={self.dtype}): only int8 and float8 have scales."
+            )
+        if self.scales is None and is_quantized(self.dtype):
+            object.__setattr__(self, "scales", "per_token_head" if self.dtype == jnp.int8 else "per_head")
 
     def _choose_layout(self, is_for_tpu: bool) -> None:
         if self.layout not in (None, "standard", "tpu"):
@@ -105,13 +124,21 @@ class CacheSpec:
         return (self.num_pages, self.page_size, self.num_kv_heads, 2, self.padded_head_dim)
 
     @property
+    def scales_shape(self) -> tuple[int, ...] | None:
+        """Shape of the float32 scales kept beside the pages, `(num_pages, page_size, 2 * num_kv_heads, 1)`, or None."""
+        if self.scales != "per_token_head":
+            return None
+        return (self.num_pages, self.page_size, 2 * self.num_kv_heads, 1)
+
+    @property
     def page_nbytes(self) -> int:
-        """Bytes of one page of one layer, padding included."""
-        return self.page_size * 2 * self.num_kv_heads * self.padded_head_dim * self.dtype.itemsize
+        """Bytes of one page of one layer, padding and its scales included."""
+        bytes_per_head = self.padded_head_dim * self.dtype.itemsize + (4 if self.scales == "per_token_head" else 0)
+        return self.page_size * 2 * self.num_kv_heads * bytes_per_head
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one layer's cache, padding included."""
+        """Bytes of one layer's cache, padding and scales included."""
         return self.num_pages * self.page_nbytes
 
     def pages_that_fit(self, num_bytes: int, num_layers: int = 1) -> int:
@@ -179,9 +206,8 @@ class KVCache(nnx.Cache):
         yield reprlib.Attr("value", "<donated to a compiled step>")
 
 
-def create_kv_cache(spec: CacheSpec) -> KVCache:
-    """Return an empty (zeroed) cache of the spec's shape and dtype."""
-    return KVCache(jnp.zeros(spec.shape, spec.dtype))
+class KVScale(nnx.Variable):
+    """The Variable that holds a quantised cache's scales for each KV head, f32[num_kv_heads]; a step reads it only."""
 
 
 def _next_power_of_two(n: int) -> int:

@@ -155,6 +155,91 @@ def build_metadata(
     )
 
 
+class CrossSlice(NamedTuple):
+    """One sequence's share of a step of cross attention.
+
+    Args:
+        pages: Page ids of the other sequence, whose keys are attended to, in order.
+        num_keys: Tokens of the other sequence; all are seen.
+        num_queries: Tokens of this sequence in this step.
+        writes_keys: Whether the other sequence's keys and values come with this step, to be written.
+    """
+
+    pages: Sequence[int]
+    num_keys: int
+    num_queries: int
+    writes_keys: bool = False
+
+
+def build_cross_metadata(
+    sequences: Sequence[CrossSlice],
+    *,
+    page_size: int,
+    num_pages: int,
+    max_num_tokens: int,
+    max_num_keys: int,
+    max_num_seqs: int,
+    max_pages_per_seq: int,
+) -> PagedMetadata:
+    """Build one step's metadata of cross attention: of a `PagedAttention` of type "encoder_decoder".
+
+    Queries are expected one sequence after another, and so are the new keys and values of those that write.
+
+    Args:
+        sequences: Each live sequence's pages of the other sequence, and counts.
+        page_size: Tokens in a page.
+        num_pages: Pages in the pool; page ids are below it.
+        max_num_tokens: T, padded number of queries.
+        max_num_keys: Padded number of new keys; 0 where no sequence writes.
+        max_num_seqs: S, padded number of sequences.
+        max_pages_per_seq: P, padded number of pages of a sequence.
+
+    Returns:
+        PagedMetadata of numpy int32 arrays. `positions` are zeros: there is no distance between the two sequences.
+
+    Raises:
+        ValueError: The batch does not fit the bucket, a page id is out of range, a sequence has too few pages, or two
+            sequences write a page.
+    """
+    written = [s for s in sequences if s.writes_keys]
+    counts = {
+        "max_num_seqs": (len(sequences), max_num_seqs),
+        "max_num_tokens": (sum(s.num_queries for s in sequences), max_num_tokens),
+        "max_num_keys": (sum(s.num_keys for s in written), max_num_keys),
+    }
+    for name, (count, largest) in counts.items():
+        if count > largest:
+            raise ValueError(f"{count} do not fit {name}={largest}; use a larger bucket.")
+    for i, s in enumerate(sequences):
+        if s.num_queries < 0:
+            raise ValueError(f"sequences[{i}].num_queries={s.num_queries}: expected 0 or more.")
+    # The keys are a ragged batch of their own, written from nothing: the plain builder checks and slices it.
+    keys = build_metadata(
+        [SequenceSlice(s.pages, 0, s.num_keys) for s in sequences],
+        page_size=page_size,
+        num_pages=num_pages,
+        max_num_tokens=max(sum(s.num_keys for s in sequences), 1),
+        max_num_seqs=max_num_seqs,
+        max_pages_per_seq=max_pages_per_seq,
+    )
+    slot_mapping = np.zeros((3, max(slot_mapping_width(max_num_keys, max_num_seqs, page_size), 1)), np.int32)
+    slices, row = [], 0
+    for s in written:
+        slices += _update_slices(s.pages, 0, s.num_keys, row, page_size)
+        row += s.num_keys
+    if slices:
+        slot_mapping[:, : len(slices)] = np.asarray(slices, np.int32).T
+    query_start_loc = np.cumsum([0, *(s.num_queries for s in sequences)], dtype=np.int32)
+    padding = np.full(max_num_seqs - len(sequences), query_start_loc[-1], np.int32)
+    return dataclasses.replace(
+        keys,
+        positions=np.zeros(max_num_tokens, np.int32),
+        slot_mapping=slot_mapping,
+        num_kv_update_slices=np.array([len(slices)], np.int32),
+        query_start_loc=np.concatenate([query_start_loc, padding]),
+    )
+
+
 def _check_sequence(
     i: int,
     sequence: SequenceSlice,

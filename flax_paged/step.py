@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from flax_paged.cache import KVCache
+from flax_paged.cache import KVCache, KVScale
 
 
 @dataclasses.dataclass
@@ -59,6 +59,7 @@ class CompiledStep:
             graphdef, jax.tree.unflatten(cache_treedef, caches), jax.tree.unflatten(weight_treedef, weights)
         )
         self._weight_paths = [path for path, _ in nnx.to_flat_state(weights)]
+        self._scale_paths = {path for path, leaf in nnx.to_flat_state(weights) if isinstance(leaf, KVScale)}
         self._compile(function, name)
 
     def __call__(self, *args):
@@ -115,7 +116,9 @@ class CompiledStep:
         new = {path: leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf for path, leaf in flat}
         problems = [f"unexpected {_join(path)}" for path in new if path not in set(self._weight_paths)]
         for path, old in zip(self._weight_paths, self._leaves.weights, strict=True):
-            if path not in new:
+            if path not in new and path in self._scale_paths:
+                new[path] = old  # a module without a cache has no scales either
+            elif path not in new:
                 problems.append(f"missing {_join(path)}")
             elif (new[path].shape, new[path].dtype) != (old.shape, old.dtype):
                 got = f"{new[path].dtype}{list(new[path].shape)}"

@@ -5,7 +5,11 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from flax_paged.cache import CacheSpec, KVCache, create_kv_cache
+from flax_paged.cache import CacheSpec, KVCache
+
+
+def create_kv_cache(spec):
+    return KVCache(jnp.zeros(spec.shape, spec.dtype))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +94,9 @@ def test_pages_that_fit():
         ({"head_dim": -1}, "head_dim=-1"),
         ({"page_size": 0}, "page_size=0"),
         ({"num_pages": -1}, "num_pages=-1"),
-        ({"dtype": jnp.int8}, "dtype=int8"),
+        ({"dtype": jnp.int16}, "dtype=int16"),
+        ({"dtype": jnp.float32, "scales": "per_head"}, "scales='per_head', dtype=float32"),
+        ({"dtype": jnp.int8, "scales": "per_page"}, "scales='per_page'"),
         ({"layout": "rows"}, "layout='rows'.: expected 'standard', 'tpu' or None"),
         ({"layout": "tpu", "page_size": 7}, "page_size=7.: expected an even number"),
         ({"layout": "tpu", "head_dim_alignment": 1}, "head_dim_alignment=1.: expected a multiple of 128"),
@@ -124,3 +130,12 @@ def test_a_donated_cache_says_so_and_still_prints():
     with pytest.raises(RuntimeError, match="stale: its array was donated to a compiled step"):
         cache[...]
     assert "donated" in repr(cache)
+
+
+def test_a_quantised_cache_counts_its_scales():
+    int8 = CacheSpec(3, 64, num_pages=5, page_size=16, dtype="int8")
+    assert int8.scales == "per_token_head" and int8.scales_shape == (5, 16, 6, 1)
+    assert int8.nbytes == 5 * 16 * 6 * (64 + 4)
+    float8 = CacheSpec(3, 64, num_pages=5, page_size=16, dtype="float8_e4m3fn")
+    assert float8.scales == "per_head" and float8.scales_shape is None
+    assert float8.nbytes == CacheSpec(3, 64, num_pages=5, page_size=16, dtype="bfloat16").nbytes // 2

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from flax_paged.ops import dispatch
+from flax_paged.ops.ragged_paged_attention.rules import AttentionRules
 
 
 def dense_attention(
@@ -15,6 +16,9 @@ def dense_attention(
     sm_scale: float = 1.0,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
+    attention_chunk_size: int | None = None,
     causal: bool = True,
     segment_ids: jax.Array | None = None,
     q_positions: jax.Array | None = None,
@@ -22,11 +26,11 @@ def dense_attention(
 ) -> jax.Array:
     """Attend each row of a batch over its own keys; the same numbers as the paged form.
 
-        out[b, i] = softmax_j(cap(sm_scale * q[b, i] . k[b, j])) @ v[b]
+        out[b, i] = softmax_j(cap(sm_scale * q[b, i] . k[b, j]) - alibi_slope * |distance|) @ v[b]
 
-    over the keys j of the same segment with, if causal, kv_positions[j] <= q_positions[i], and, with a window,
-    q_positions[i] - kv_positions[j] < sliding_window. Softmax and accumulation are in float32. A query that sees no key
-    gives zeros.
+    over the keys j of the same segment where, distance being q_positions[i] - kv_positions[j], distance >= 0 if causal,
+    |distance| < sliding_window, and both are in the same chunk, as far as these are asked for. Softmax and accumulation
+    are in float32. A query that sees no key gives zeros.
 
     Args:
         q: [B, L, H, D], floating point.
@@ -35,6 +39,9 @@ def dense_attention(
         sm_scale: Factor on the scores.
         sliding_window: Keys that a query sees, its own included; None for all.
         soft_cap: Cap on the scaled scores, `soft_cap * tanh(s / soft_cap)`, applied before the mask.
+        sinks: f32[H], one more logit a head in the softmax's denominator, without a value; None for none.
+        alibi_slopes: f32[H]; None for none.
+        attention_chunk_size: A query sees keys of its own chunk only; None for all.
         causal: Whether later keys are hidden.
         segment_ids: i32[B, L]. Tokens attend within their own segment; needs M == L.
         q_positions: i32[B, L]; None means 0, 1, 2, ...
@@ -51,11 +58,8 @@ def dense_attention(
     num_keys, num_kv_heads = k.shape[1:3]
     q_positions = _positions(q_positions, batch, num_queries)[:, :, None]
     kv_positions = _positions(kv_positions, batch, num_keys)[:, None, :]
-    mask = jnp.ones((batch, num_queries, num_keys), bool)
-    if causal:
-        mask &= kv_positions <= q_positions
-    if sliding_window is not None:
-        mask &= q_positions - kv_positions < sliding_window
+    rules = AttentionRules(sm_scale, sliding_window, soft_cap, attention_chunk_size, causal)
+    mask = rules.is_visible(q_positions, kv_positions)
     if segment_ids is not None:
         mask &= segment_ids[:, :, None] == segment_ids[:, None, :]
     mask = mask[:, None, None]
@@ -66,11 +70,16 @@ def dense_attention(
     scores = jnp.einsum(
         "blkgd,bmkd->bkglm", grouped_q, k.astype(dtype), precision=precision, preferred_element_type=jnp.float32
     )
-    scores = scores * sm_scale
-    if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
-    # A finite mask and a second `where`: rows that see nothing give zeros, and their gradient is zero, not NaN.
-    weights = jnp.where(mask, jax.nn.softmax(jnp.where(mask, scores, -1e30), axis=-1), 0.0)
+    per_head = (1, num_kv_heads, num_q_heads // num_kv_heads, 1, 1)
+    slopes = None if alibi_slopes is None else alibi_slopes.reshape(per_head)
+    scores = rules.scores(scores, mask, slopes, (q_positions - kv_positions)[:, None, None])
+    # The mask is finite and applied again: rows that see nothing give zeros, and their gradient is zero, not NaN.
+    if sinks is None:
+        weights = jax.nn.softmax(scores, axis=-1)
+    else:
+        sink = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(per_head), (*scores.shape[:-1], 1))
+        weights = jax.nn.softmax(jnp.concatenate([scores, sink], axis=-1), axis=-1)[..., :-1]
+    weights = jnp.where(mask, weights, 0.0)
     out = jnp.einsum(
         "bkglm,bmkd->blkgd", weights.astype(dtype), v.astype(dtype), precision=precision,
         preferred_element_type=jnp.float32,
