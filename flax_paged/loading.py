@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -97,12 +98,15 @@ def save_model(
     Raises:
         FileExistsError: `path` exists and `overwrite` is not set.
         TypeError: The model has no config that can be written.
+        ValueError: The model has LoRA adapters.
     """
     config = getattr(model, "config", None)
     if not hasattr(config, "to_hf"):
         raise TypeError(
             f"model must have a config with to_hf(), as flax_paged.models have; got {type(model).__name__}."
         )
+    if jax.tree.leaves(nnx.state(model, nnx.LoRAParam)):
+        raise ValueError("the model has LoRA adapters: merge_lora it first, or write them alone with save_adapter.")
     values = config.to_hf()
     with new_folder(path, overwrite) as folder:
         save_weights(folder, model)

@@ -102,6 +102,7 @@ class Batch:
         previous_rows: i32[T]. Row of the previous step's result, where `is_pending`.
         metadata: The ragged batch.
         sampling: Parameters of the N rows to sample.
+        adapter_ids: i32[T]. Each token's adapter, 0 for none; None for a model without several.
     """
 
     tokens: Any  # i32[T]
@@ -109,6 +110,7 @@ class Batch:
     previous_rows: Any  # i32[T]
     metadata: PagedMetadata
     sampling: SamplingInputs
+    adapter_ids: Any = None  # i32[T]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,12 +122,14 @@ class BatchLimits:
         num_pages: Pages in the pool.
         max_model_len: Tokens of the longest sequence.
         max_logit_entries: Most tokens of a sequence whose logits are changed one by one.
+        has_adapters: Whether each token has an adapter id.
     """
 
     page_size: int
     num_pages: int
     max_model_len: int
     max_logit_entries: int
+    has_adapters: bool = False
 
 
 def build_batch(items: Sequences[ScheduledSequence], bucket: Bucket, limits: BatchLimits) -> Batch:
@@ -142,6 +146,7 @@ def build_batch(items: Sequences[ScheduledSequence], bucket: Bucket, limits: Bat
     tokens = np.zeros(bucket.num_tokens, np.int32)
     is_pending = np.zeros(bucket.num_tokens, bool)
     previous_rows = np.zeros(bucket.num_tokens, np.int32)
+    adapter_ids = np.zeros(bucket.num_tokens, np.int32) if limits.has_adapters else None
     slices = []
     row = 0
     for item in items:
@@ -151,6 +156,8 @@ def build_batch(items: Sequences[ScheduledSequence], bucket: Bucket, limits: Bat
         if len(known) < item.num_new_tokens:
             is_pending[row + len(known)] = True
             previous_rows[row + len(known)] = item.previous_row
+        if adapter_ids is not None:
+            adapter_ids[row : row + item.num_new_tokens] = sequence.params.adapter_id
         slices.append(SequenceSlice(sequence.pages, item.context_len, item.num_new_tokens))
         row += item.num_new_tokens
     metadata = build_metadata(
@@ -169,7 +176,7 @@ def build_batch(items: Sequences[ScheduledSequence], bucket: Bucket, limits: Bat
         max_history=limits.max_model_len,
         max_entries=limits.max_logit_entries,
     )
-    return Batch(tokens, is_pending, previous_rows, metadata, sampling)
+    return Batch(tokens, is_pending, previous_rows, metadata, sampling, adapter_ids)
 
 
 def first_sampled_rows(items: Sequences[ScheduledSequence], bucket: Bucket) -> list[int]:

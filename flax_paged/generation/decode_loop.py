@@ -75,6 +75,7 @@ def _batch_after(batch: Batch, num_steps: jax.Array, page_size: int) -> Batch:
         previous_rows=jnp.where(is_later, rows, batch.previous_rows),
         metadata=_metadata_after(batch.metadata, num_steps, rows, page_size),
         sampling=dataclasses.replace(batch.sampling, counters=batch.sampling.counters + num_steps.astype(jnp.uint32)),
+        adapter_ids=batch.adapter_ids,
     )
 
 

@@ -489,7 +489,7 @@ class Engine:
                 priority=priority,
                 arrival=arrival,
                 index=index,
-                salt=cache_salt,
+                salt=(cache_salt, params.adapter_id),
                 bad_words=self._bad_words(params),
             )
             for index in range(params.n)
@@ -511,6 +511,11 @@ class Engine:
             if (getattr(params, name) or 0) > self._runner.max_logprobs:
                 limit = self._runner.max_logprobs
                 raise ValueError(f"{name}={getattr(params, name)} is more than the engine's max_logprobs={limit}.")
+        if params.adapter_id > self._runner.num_adapters:
+            raise ValueError(
+                f"adapter_id={params.adapter_id}: the model has {self._runner.num_adapters} stacked adapters (see"
+                " flax_paged.training.stack_lora); expected at most that, or 0 for the model alone."
+            )
         if params.prompt_logprobs is not None and not self._runner.buckets.has_all_logits:
             raise ValueError("prompt_logprobs needs an engine with max_logprobs of at least 1.")
         if self.tokenizer is None and (params.stop or params.bad_words):

@@ -18,6 +18,7 @@ from flax_paged.generation.decode_loop import run_decode_steps
 from flax_paged.generation.outputs import Logprob, LogprobsOfToken
 from flax_paged.generation.sampling import SampledTokens, sample
 from flax_paged.generation.scheduler import Schedule, ScheduledSequence
+from flax_paged.nn.lora import StackedLoRA
 from flax_paged.step import CompiledStep
 
 # A pool whose size is not given may take this much memory.
@@ -131,7 +132,8 @@ class ModelRunner:
             num_pages = max(num_pages, max_pages_per_seq)
         self.num_pages = num_pages
         self.max_num_seqs = max_num_seqs
-        self._limits = BatchLimits(page_size, num_pages, max_model_len, max_logit_entries)
+        self.num_adapters = _num_adapters(own)
+        self._limits = BatchLimits(page_size, num_pages, max_model_len, max_logit_entries, self.num_adapters > 0)
         self.buckets = Buckets(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -208,7 +210,8 @@ def _sample_next(
 ) -> tuple[SampledTokens, jax.Array]:
     """Run the model on a batch and sample. Returns the N sampled rows, and i32[max_num_seqs]: each sequence's last."""
     tokens = jnp.where(batch.is_pending, previous[batch.previous_rows], batch.tokens)
-    logits = model(tokens, batch.metadata)
+    options = {} if batch.adapter_ids is None else {"adapter_ids": batch.adapter_ids}
+    logits = model(tokens, batch.metadata, **options)
     rows = batch.metadata.logits_rows()
     sampled = sample(logits, batch.sampling, tokens[rows], max_logprobs=max_logprobs)
     if batch.metadata.logits_indices is None:
@@ -236,6 +239,13 @@ def _vocab_size(model: nnx.Module, batch: Batch) -> int:
             f" [{num_rows}, vocab_size], a row for each sequence."
         )
     return logits.shape[1]
+
+
+def _num_adapters(model: nnx.Module) -> int:
+    """Return how many adapters a model has of which each request uses one; 0 if it has at most one, used by all."""
+    return max(
+        (layer.num_adapters for _, layer in nnx.iter_modules(model) if isinstance(layer, StackedLoRA)), default=0
+    )
 
 
 def _default_num_pages(model: nnx.Module, page_size: int, num_wanted: int, dtype: Any) -> int:

@@ -48,6 +48,7 @@ class SamplingParams:
         prompt_logprobs: Report the log-probability of each prompt token, and of this many most likely ones. Such a
             prompt is computed in full, whatever the prefix cache holds.
         skip_special_tokens: Leave special tokens out of the text.
+        adapter_id: Which of the model's stacked LoRA adapters answers, from 1; 0 is the model alone.
 
     Raises:
         ValueError: A value is out of its range.
@@ -75,6 +76,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    adapter_id: int = 0
 
     def __post_init__(self):
         self._check_numbers()
@@ -116,6 +118,7 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 self._check_integer(name, getattr(self, name), 0, "0 or more, or None")
         self._check_integer("top_k", self.top_k, -1, "0 or -1 (all tokens), or a positive count")
+        self._check_integer("adapter_id", self.adapter_id, 0, "0 for the model alone, or an adapter's number")
         if self.max_tokens is not None:
             self._check_integer("max_tokens", self.max_tokens, 1, "at least 1, or None for as many as fit")
         if self.seed is not None:

@@ -100,6 +100,11 @@ class StackedLoRA(nnx.Module):
         self.a = nnx.LoRAParam(a)
         self.b = nnx.LoRAParam(b)
 
+    @property
+    def num_adapters(self) -> int:
+        """Number of adapters: ids go from 1 to this."""
+        return self.a.shape[0]
+
     def __call__(self, x: jax.Array, adapter_ids: jax.Array | None = None) -> jax.Array:
         """Map x [..., in] to f32[..., out].
 

@@ -14,7 +14,7 @@ from flax import nnx
 sys.path.insert(0, str(Path(__file__).parents[1] / "models" / "llama"))
 from llama_tools import call, flat_arrays, random_llama, tiny_config, tokens_of
 
-from flax_paged import Engine, SamplingParams
+from flax_paged import Engine, SamplingParams, save_model
 from flax_paged.nn import LoRA, StackedLoRA
 from flax_paged.training import (
     DEFAULT_TARGETS,
@@ -116,14 +116,18 @@ def test_mistakes():
         StackedLoRA([LoRA(4, 5, rank=1, alpha=1, rngs=nnx.Rngs(0)), LoRA(4, 6, rank=1, alpha=1, rngs=nnx.Rngs(0))])
 
 
-def test_the_engine_serves_adapters_merged_or_not():
-    model = adapted()
+def is_greedy(model, prompt, answer):
+    """Whether an answer is what the dense form finds most likely, token by token."""
+    best = call(model, np.array([prompt + answer], np.int32))[0].argmax(axis=-1)
+    return best[len(prompt) - 1 : -1].tolist() == answer
+
+
+def test_the_engine_serves_an_adapter_that_is_not_merged():
+    model, prompt = adapted(), TOKENS[0].tolist()
     params = SamplingParams(temperature=0, max_tokens=8)
-    prompt = TOKENS[0].tolist()
-    unmerged = Engine(model, **ENGINE).generate([prompt], params)[0].outputs[0].token_ids
-    base = Engine(random_llama(tiny_config()), **ENGINE).generate([prompt], params)[0].outputs[0].token_ids
-    merged = Engine(merge_lora(model), **ENGINE).generate([prompt], params)[0].outputs[0].token_ids
-    assert unmerged == merged != base
+    answer = Engine(model, **ENGINE).generate([prompt], params)[0].outputs[0].token_ids
+    assert is_greedy(model, prompt, answer) and is_greedy(merge_lora(model), prompt, answer)
+    assert not is_greedy(random_llama(tiny_config()), prompt, answer)
 
 
 def test_stacked_adapters_are_each_alone():
@@ -138,6 +142,33 @@ def test_stacked_adapters_are_each_alone():
     np.testing.assert_allclose(logits(model)[0], alone[0], atol=1e-5, rtol=0)  # no ids: the model alone
     with pytest.raises(ValueError, match="several adapters; only one can be merged"):
         merge_lora(model)
+
+
+def test_one_ragged_batch_of_several_adapters():
+    """The same prompt under each adapter in one engine, twice: the prefix cache does not mix them."""
+    adapters = [adapted(1), adapted(2, rank=5, alpha=3.0), adapted(3, targets=["down_proj"])]
+    prompt, params = TOKENS[0].tolist(), {"temperature": 0, "max_tokens": 6}
+    stacked = stack_lora(random_llama(tiny_config()), [lora_of(adapter) for adapter in adapters])
+    engine = Engine(stacked, **ENGINE | {"max_num_seqs": 4, "max_num_batched_tokens": 24})
+    each = [SamplingParams(**params, adapter_id=adapter_id) for adapter_id in (2, 0, 1)]
+    answers = []
+    for expected_cached in (0, 8):
+        outputs = engine.generate([prompt] * 3, each)
+        answers.append([output.outputs[0].token_ids for output in outputs])
+        assert [output.num_cached_tokens for output in outputs] == [expected_cached] * 3
+    assert answers[0] == answers[1]
+    for model, answer in zip((adapters[1], random_llama(tiny_config()), adapters[0]), answers[0], strict=True):
+        assert is_greedy(model, prompt, answer)
+    assert engine.generate([prompt], each[0])[0].outputs[0].token_ids == answers[0][0]
+    with pytest.raises(ValueError, match="adapter_id=4: the model has 3 stacked adapters"):
+        engine.generate([prompt], SamplingParams(adapter_id=4))
+    with pytest.raises(ValueError, match=r"SamplingParams\(adapter_id=-1\): expected 0 for the model alone"):
+        SamplingParams(adapter_id=-1)
+
+
+def test_models_with_adapters_are_not_saved_whole(tmp_path):
+    with pytest.raises(ValueError, match="merge_lora it first, or write them alone with save_adapter"):
+        save_model(adapted(), tmp_path / "model")
 
 
 @pytest.mark.parametrize("format", ["orbax", "peft"])
