@@ -46,12 +46,11 @@ class Case:
         )
 
 
+_HEADS = {"32/8 x 128": (32, 8, 128), "32/8 x 64": (32, 8, 64), "9/3 x 64": (9, 3, 64)}
 DEFAULT_CASES = (
-    Case("ours", "decode", page_size=16),
-    Case("ours", "decode", page_size=128),
-    Case("jax", "decode", page_size=128),
-    Case("ours", "decode", head_dim=64, page_size=16),
-    Case("ours", "prefill", page_size=128),
+    *(Case("ours", "decode", *heads, page_size) for heads in _HEADS.values() for page_size in (128, 16)),
+    *(Case("ours", "prefill", *heads) for heads in _HEADS.values()),
+    Case("jax", "decode"),
 )
 
 
@@ -94,12 +93,11 @@ def compile_case(chip: str, case: Case) -> None:
     mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=abstract_device)
     num_seqs = 64
     num_tokens = num_seqs if case.path == "decode" else case.context
-    padded_head_dim = -(-case.head_dim // 128) * 128
     shapes = [
         ((num_tokens, case.num_q_heads, case.head_dim), case.dtype),
-        ((65536 // case.page_size, case.page_size, 2 * case.num_kv_heads, padded_head_dim), case.dtype),
+        (cache_spec(case).shape, case.dtype),
         ((num_seqs,), jnp.int32),
-        ((num_seqs, 2 * case.context // case.page_size), jnp.int32),
+        ((num_seqs, case.context // case.page_size), jnp.int32),
         ((num_seqs + 1,), jnp.int32),
         ((1,), jnp.int32),
     ]
@@ -107,6 +105,17 @@ def compile_case(chip: str, case: Case) -> None:
     args = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes]
     with jax.sharding.use_abstract_mesh(mesh):
         jax.jit(_kernel(case)).lower(*args).compile()
+
+
+def cache_spec(case: Case):
+    """Return the cache that the kernel reads: the one that a TPU gets, or the one that JAX's kernel takes."""
+    from flax_paged.cache import CacheSpec
+
+    layout = "tpu" if case.kernel == "ours" else "standard"
+    num_pages = 65536 // case.page_size
+    return CacheSpec(
+        case.num_kv_heads, case.head_dim, num_pages, case.page_size, case.dtype, head_dim_alignment=128, layout=layout
+    )
 
 
 def _kernel(case):
@@ -159,8 +168,7 @@ def read_dumps(dumps: pathlib.Path, chip: str, case: Case) -> dict:
         busy.update(dict(zip(units, use, strict=True)))
     memory = _allocations(next(dumps.glob(f"{prefix}-*-pre-finalize-registers-and-allocations.txt")))
     bandwidth, clock, _ = CHIPS[chip]
-    row_bytes = 2 * case.num_kv_heads * -(-case.head_dim // 128) * 128 * (2 if case.dtype == "bfloat16" else 4)
-    fetched = case.context * row_bytes
+    fetched = case.context * cache_spec(case).page_nbytes // case.page_size
     return {
         "bundles": len(rows),
         "main_body_bundles": main["bundles"],
@@ -169,12 +177,27 @@ def read_dumps(dumps: pathlib.Path, chip: str, case: Case) -> dict:
         "unit_bounds": {unit: round(busy[unit] / n) for unit, n in zip(units, capacity, strict=True)},
         "fills": busy["VLOAD:FILL"],
         "spills": busy["VSTORE:SPILL"],
-        "page_dma_starts": sum("dma.hbm_to_vmem" in text for _, text in rows[span]),
+        **_page_issue(rows, regions, span, busy["SALU"] / dict(zip(units, capacity, strict=True))["SALU"]),
         "vmem_bytes": memory["vmem"],
         "smem_bytes": memory["smem"],
         "bytes_fetched_per_sequence": fetched,
         "dma_cycles_per_sequence": round(fetched / bandwidth * clock),
     }
+
+
+def _page_issue(rows, regions, span, salu):
+    """Page copies started in the main body, and bundles that starting one takes.
+
+    In the body they run beside the vector work, so that only scalar slots count; otherwise a loop starts one a turn.
+    """
+    starts = sum("dma.hbm_to_vmem" in text for _, text in rows[span])
+    if starts:
+        return {"page_dma_starts": starts, "bundles_per_page_dma": round(salu / starts, 1)}
+    loops = [
+        r["bundles"] for r in regions
+        if sum("dma.hbm_to_vmem" in text for _, text in rows[r["start"] : r["start"] + r["bundles"]]) == 1
+    ]  # fmt: skip
+    return {"page_dma_starts": 0, "bundles_per_page_dma": min(loops, default=None)}
 
 
 def _work(regions, chip, case):
@@ -189,14 +212,18 @@ def _work(regions, chip, case):
     tokens = blocks.pages_per_block * case.page_size
     if case.path == "decode":
         cycles = -(-case.context // tokens) * sum(depth[3]) + sum(depth[2]) + sum(depth[1])
-        return {"cycles_per_sequence": cycles}
+        return {"cycles_per_sequence": cycles, "bundles_per_kv_token": round(cycles / case.context, 2)}
     # The last chunk is that of interior blocks, which need no mask; before it comes the unpacking of K and V.
     chunk = [n for n in depth[4] if n > 200][-1]
-    unpack = [n for n in depth[3] if n > 500][-1]
+    unpack = ([n for n in depth[3] if n > 200] or [0])[-1]
     chunks = case.num_q_heads // blocks.heads_per_chunk
     cycles = unpack + chunks * chunk
     flops = 4 * blocks.queries_per_block * tokens * case.head_dim * case.num_q_heads
-    return {"cycles_per_block": cycles, "share_of_mxu_peak": round(flops / cycles / CHIPS[chip][2], 3)}
+    return {
+        "cycles_per_block": cycles,
+        "bundles_per_kv_token": round(cycles / tokens, 2),
+        "share_of_mxu_peak": round(flops / cycles / CHIPS[chip][2], 3),
+    }
 
 
 def _block_sizes(chip, case):
@@ -208,11 +235,12 @@ def _block_sizes(chip, case):
         num_kv_heads=case.num_kv_heads,
         head_dim=-(-case.head_dim // 128) * 128,
         page_size=case.page_size,
-        pages_per_seq=2 * case.context // case.page_size,
+        pages_per_seq=case.context // case.page_size,
         num_tokens=64 if case.path == "decode" else case.context,
         q_bytes=size,
         kv_bytes=size,
         decode_only=case.path == "decode",
+        is_packed=cache_spec(case).is_packed,
     )
     return choose_block_sizes(problem, generation={"tpu7x": "7x"}.get(chip, chip))
 
@@ -260,18 +288,22 @@ def _allocations(path):
 def markdown_table(results: list[dict]) -> str:
     """One row a case and chip."""
     lines = [
-        "| kernel | chip | main body, bundles | unit that bounds it | fills + spills | VMEM MiB | whole work |",
-        "|---|---|---|---|---|---|---|",
+        "| kernel | chip | main body, bundles | bound by | bundles a KV token | fills + spills"
+        " | page DMA: bundles x starts | VMEM MiB | SMEM KiB | MiB fetched | whole work |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in results:
         name = Case(**r["case"]).name
         if "error" in r:
-            lines.append(f"| {name} | {r['chip']} | {r['error']} | | | | |")
+            lines.append(f"| {name} | {r['chip']} | {r['error']} |" + " |" * 8)
             continue
         unit, bound = max(r["unit_bounds"].items(), key=lambda item: item[1])
+        in_body = f" x {r['page_dma_starts']}" if r["page_dma_starts"] else " (loop)"
         lines.append(
-            f"| {name} | {r['chip']} | {r['main_body_bundles']} | {unit} {bound} | {r['fills'] + r['spills']:.0f}"
-            f" | {r['vmem_bytes'] / 2**20:.1f} | {_work_text(r)} |"
+            f"| {name} | {r['chip']} | {r['main_body_bundles']} | {unit} {bound} | {r.get('bundles_per_kv_token', '')}"
+            f" | {r['fills'] + r['spills']:.0f} | {r['bundles_per_page_dma']}{in_body}"
+            f" | {r['vmem_bytes'] / 2**20:.1f} | {r['smem_bytes'] / 2**10:.1f}"
+            f" | {r['bytes_fetched_per_sequence'] / 2**20:.2f} | {_work_text(r)} |"
         )
     return "\n".join(lines) + "\n"
 
