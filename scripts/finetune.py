@@ -238,25 +238,30 @@ def train(
     """Take the steps that are left, and report."""
     first, total = int(run.optimizer.step[...]), run.steps.total
     output = Path(args.output)
-    if run.sampler and first == 0:
-        run.sampler.write(0, output / "samples.jsonl")
+    if first == 0:
+        report(args, run, 0, eval_rows, metrics)
     with tqdm(total=total, initial=first, unit="step", desc="Training", disable=None) as bar:
         for number in range(first + 1, total + 1):
             values = take_step(run, batches[number - 1], number)
             metrics.write(values)
             bar.set_postfix_str(f"loss {values['loss']:.4f}, {values['tokens_per_second']:.0f} tokens/s")
             bar.update()
-            is_last = number == total
-            if eval_rows is not None and (number % run.steps.evaluate == 0 or is_last):
-                found = run.evaluator(evaluation_batches(eval_rows, args.batch_size))
-                metrics.write({"step": number, **{f"eval_{name}": value for name, value in found.items()}})
-                tell(bar, f"step {number}: eval loss {found['loss']:.4f}, perplexity {found['perplexity']:.3f}")
-            if number % run.steps.checkpoint == 0 or is_last:
+            report(args, run, number, eval_rows, metrics)
+            if number % run.steps.checkpoint == 0 or number == total:
                 checkpoints.save(number, run.model, run.optimizer)
                 plot_losses(metrics.read(), output / "loss.png")
-                tell(bar, f"step {number} of {total}: loss {values['loss']:.4f}, checkpoint written")
-            if run.sampler and (number % run.steps.sample == 0 or is_last):
-                run.sampler.write(number, output / "samples.jsonl")
+                tell(f"step {number} of {total}: loss {values['loss']:.4f}, checkpoint written")
+
+
+def report(args: argparse.Namespace, run: Run, number: int, eval_rows: TokenBatch | None, metrics: MetricsFile) -> None:
+    """Measure the loss on other data and answer the prompts, if a step is one after which that is wanted."""
+    is_last = number == run.steps.total
+    if eval_rows is not None and (number % run.steps.evaluate == 0 or is_last):
+        found = run.evaluator(evaluation_batches(eval_rows, args.batch_size))
+        metrics.write({"step": number, **{f"eval_{name}": value for name, value in found.items()}})
+        tell(f"step {number}: eval loss {found['loss']:.4f}, perplexity {found['perplexity']:.3f}")
+    if run.sampler and (number % run.steps.sample == 0 or is_last):
+        run.sampler.write(number, Path(args.output) / "samples.jsonl")
 
 
 def take_step(run: Run, batch: TokenBatch, number: int) -> dict[str, float]:
@@ -332,12 +337,9 @@ def save_result(args: argparse.Namespace, run: Run, output: Path) -> None:
         print(f"Serve it: --model {output / 'model'}", file=sys.stderr)
 
 
-def tell(bar: tqdm, message: str) -> None:
-    """Print a line above the progress bar; without a terminal, only the line."""
-    if bar.disable:
-        print(message, file=sys.stderr, flush=True)
-    else:
-        bar.write(message, file=sys.stderr)
+def tell(message: str) -> None:
+    """Print a line, above the progress bar if there is one."""
+    tqdm.write(message, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ class MetricsFile:
             file.write(json.dumps(dict(values)) + "\n")
 
     def forget_after(self, step: int) -> None:
-        """Drop what was written after a step that the run now goes on from."""
-        kept = [json.dumps(values) + "\n" for values in self.read() if values["step"] <= step]
+        """Drop what was written after a step that the run now goes on from; all of it where that is step 0."""
+        kept = [json.dumps(values) + "\n" for values in self.read() if values["step"] <= step and step > 0]
         partial = self._path.with_name(f".{self._path.name}.partial")
         partial.write_text("".join(kept), encoding="utf-8")
         partial.replace(self._path)

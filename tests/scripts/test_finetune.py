@@ -67,7 +67,7 @@ def test_lora_run_writes_what_is_served(run, checkpoint, data, tmp_path):
     steps = losses(output)
     assert [step for step, _ in steps] == list(range(1, 13)) and steps[-1][1] < 0.8 * steps[0][1]
     metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    assert [values["step"] for values in metrics if "eval_perplexity" in values] == [6, 12]
+    assert [values["step"] for values in metrics if "eval_perplexity" in values] == [0, 6, 12]
     assert (output / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["10", "12"]
     samples = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
