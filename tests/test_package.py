@@ -20,7 +20,7 @@ def test_every_package_folder_is_listed():
 
 
 def test_import_needs_no_extra():
-    extras = ["torch", "transformers", "gguf", "huggingface_hub", "hypothesis", "pytest"]
+    extras = ["torch", "transformers", "gguf", "huggingface_hub", "hypothesis", "pytest", "grain", "matplotlib"]
     extras += ["fastapi", "uvicorn", "pydantic", "prometheus_client"]
     code = f"import sys; sys.modules.update(dict.fromkeys({extras!r})); import flax_paged; print(flax_paged.__all__)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
