@@ -81,6 +81,30 @@ def test_greedy_tokens_are_those_of_full_recomputation(expected, options, shared
     assert engine.scheduler.pool.num_live == 0
 
 
+@pytest.mark.parametrize("chunk", [8, 5])
+def test_a_prompt_in_chunks_gives_the_logits_of_one_piece(shared_engine, chunk):
+    """A prompt of 23 in pages of 4, alone and among neighbours."""
+    prompt = make_prompts(23)[0]
+    params = SamplingParams(temperature=0, max_tokens=3, logprobs=20)
+    whole = shared_engine(max_num_seqs=1, max_num_batched_tokens=64).generate([prompt], params)[0].outputs[0]
+    for neighbours in ([], PROMPTS[1:4]):
+        engine = shared_engine(max_prefill_chunk=chunk)
+        answer = engine.generate([*neighbours, prompt], params)[-1].outputs[0]
+        assert answer.token_ids == whole.token_ids
+        for got, expected in zip(answer.logprobs, whole.logprobs, strict=True):
+            assert got.keys() == expected.keys()
+            values = [[entry[token].logprob for token in expected] for entry in (got, expected)]
+            np.testing.assert_allclose(*values, rtol=1e-5, atol=1e-5)
+
+
+def test_prompts_at_the_edges_of_every_bucket(model):
+    """Buckets of 16, 32 and 37 tokens."""
+    engine = make_engine(model, max_num_batched_tokens=37, max_num_seqs=1)
+    params = SamplingParams(temperature=0, max_tokens=1)
+    for prompt in make_prompts(15, 16, 17, 32, 33, 37, 38):
+        assert tokens_of(engine.generate([prompt], params)) == [greedy_reference(model, prompt, 1)], len(prompt)
+
+
 def test_preemption_changes_no_token(expected, shared_engine):
     """Six pages of 4 and two requests of 8 + 12 tokens."""
     engine = shared_engine(num_pages=6, enable_prefix_caching=False)
