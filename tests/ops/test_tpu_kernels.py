@@ -19,6 +19,7 @@ KV16_SHORT = tuple((min(q, 40), min(n, 190) if q == 1 else min(q, 40) + n % 97) 
 # (lengths, heads, head_dim, page size, dtype, pages a block, queries a block, options)
 CASES = {
     "decode": (DECODE, (8, 4), 64, 8, np.float32, 4, None, {"max_query_len": 1}),
+    "decode-standard": (DECODE, (8, 4), 64, 8, BF16, 4, None, {"max_query_len": 1, "layout": "standard"}),
     "decode-bf16": (DECODE, (8, 4), 64, 8, BF16, 4, None, {"max_query_len": 1}),
     "decode-window": (DECODE, (4, 1), 128, 16, BF16, 8, None, {"max_query_len": 1, "sliding_window": 20}),
     "decode-64-8-256": (DECODE[:3], (64, 8), 256, 16, BF16, 1, None, {"max_query_len": 1}),
@@ -31,6 +32,8 @@ CASES = {
     "mixed-window-f32": (MIXED, (4, 2), 64, 32, np.float32, 4, 16, {"sliding_window": 5}),
     "mixed-cap-240": (MIXED[1:4], (5, 1), 240, 64, BF16, 2, 16, {"soft_cap": 20.0}),
     "mixed-mha-128-pages": (MIXED[1:4], (3, 3), 80, 128, np.float32, 1, 32, {}),
+    "mixed-standard": (MIXED, (6, 3), 128, 16, BF16, 8, 16, {"layout": "standard"}),
+    "mixed-window-packed": (MIXED, (6, 3), 24, 8, BF16, 16, 16, {"sliding_window": 21}),
     "mixed-kv16": (KV16_SHORT, (16, 2), 64, 32, BF16, 4, 32, {}),
 }
 
@@ -121,7 +124,7 @@ def test_a_cache_update_that_does_not_wait_is_found(monkeypatch, fresh_traces):
     batch, _ = batch_and_options("mixed")
     monkeypatch.setattr(update_tpu, "wait_for_slices", lambda *args: None)
     out = update(batch, "waits")
-    assert not np.array_equal(out, batch.kv_pages, equal_nan=True)
+    assert not np.array_equal(out, batch.kv_pages[..., :64], equal_nan=True)
 
 
 # --- Which pages are fetched ---
@@ -194,9 +197,10 @@ def test_positions_beyond_65536():
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("case", ["mixed", "mixed-bf16", "decode-9-3-cap"])
+@pytest.mark.parametrize("case", ["mixed", "mixed-bf16", "decode-9-3-cap", "mixed-window-packed", "mixed-standard"])
 def test_cache_update(case, mode):
-    batch, _ = batch_and_options(case)
+    batch, options = batch_and_options(case)
     for in_flight in (1, 3, None):
-        out = update(batch, mode, num_slices_per_kv_cache_update_block=in_flight)
-        np.testing.assert_array_equal(out.view(np.uint8), batch.kv_pages.view(np.uint8))
+        out = update(batch, mode, layout=options.get("layout"), num_slices_per_kv_cache_update_block=in_flight)
+        expected = np.ascontiguousarray(batch.kv_pages[..., : out.shape[3]])
+        np.testing.assert_array_equal(out.view(np.uint8), expected.view(np.uint8))

@@ -1,11 +1,13 @@
 """Runs the TPU kernels in interpret mode, both ways that find faults."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 from oracle import RaggedBatch
 
+from flax_paged.ops import to_standard_layout, to_tpu_layout
 from flax_paged.ops.kv_cache_update.tpu import kv_cache_update_tpu
 from flax_paged.ops.ragged_paged_attention.tpu import ragged_paged_attention_tpu
 from flax_paged.ops.tpu_platform import interpret_params, race_detection_params
@@ -14,6 +16,16 @@ from flax_paged.ops.tpu_platform import interpret_params, race_detection_params
 # waits.
 # "races": finds buffers that are overwritten while they are read.
 MODES = ("waits", "races")
+
+# Shared, so that calls of equal shapes and options compile once.
+ATTEND = jax.jit(
+    ragged_paged_attention_tpu,
+    static_argnames=(
+        "sm_scale", "sliding_window", "soft_cap", "num_kv_pages_per_block", "num_queries_per_block", "max_query_len",
+        "interpret",
+    ),
+)  # fmt: skip
+UPDATE = jax.jit(kv_cache_update_tpu, static_argnames=("num_slices_per_kv_cache_update_block", "interpret"))
 
 
 class RaceError(Exception):
@@ -38,14 +50,26 @@ def run(function, mode):
     return result
 
 
-def attend(batch: RaggedBatch, mode: str = "waits", *, block_tables=None, kv_pages=None, **options):
-    args = list(batch.args)
-    if block_tables is not None:
-        args[3] = block_tables
-    if kv_pages is not None:
-        args[1] = kv_pages
-    return run(lambda p: ragged_paged_attention_tpu(*map(jax.numpy.asarray, args), interpret=p, **options), mode)
+def in_layout(kv_pages, head_dim, layout=None):
+    """The pool as the kernel gets it: None means the TPU's layout wherever it holds these pages."""
+    is_odd = head_dim <= 64 and kv_pages.shape[1] % 2
+    if layout == "standard" or (layout is None and is_odd):
+        return jnp.asarray(kv_pages)
+    return to_tpu_layout(jnp.asarray(kv_pages), head_dim)
 
 
-def update(batch: RaggedBatch, mode: str = "waits", **options):
-    return run(lambda p: kv_cache_update_tpu(*map(jax.numpy.asarray, batch.update_args), interpret=p, **options), mode)
+def attend(batch: RaggedBatch, mode: str = "waits", *, block_tables=None, kv_pages=None, layout=None, **options):
+    """The kernel's result for a batch; parts of it may be replaced."""
+    q, pages, seq_lens, tables, *rest = batch.args
+    pages = in_layout(pages if kv_pages is None else kv_pages, q.shape[2], layout)
+    args = (q, pages, seq_lens, tables if block_tables is None else block_tables, *rest)
+    return run(lambda p: ATTEND(*map(jnp.asarray, args), interpret=p, **options), mode)
+
+
+def update(batch: RaggedBatch, mode: str = "waits", *, layout=None, **options):
+    """The pool after the batch's cache update, in the standard layout."""
+    pages, *args = batch.update_args
+    head_dim = batch.q.shape[2]
+    pages = in_layout(pages, head_dim, layout)
+    updated = run(lambda p: UPDATE(pages, *map(jnp.asarray, args), interpret=p, **options), mode)
+    return np.asarray(to_standard_layout(updated, head_dim))
