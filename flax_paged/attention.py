@@ -110,6 +110,8 @@ class PagedAttention(nnx.Module):
         self.implementation = implementation
         self.kv_sharing_source = kv_sharing_source
         self._check_features()
+        self.k_scale: KVScale | None = nnx.data(None)
+        self.v_scale: KVScale | None = nnx.data(None)
         self.drop_cache()
         if cache is not None:
             self.init_cache(cache)
@@ -137,7 +139,7 @@ class PagedAttention(nnx.Module):
             raise ValueError(f"kv_sharing_source has (num_kv_heads, head_dim) = {theirs}, but this layer {ours}.")
 
     def init_cache(self, spec: CacheSpec) -> None:
-        """Give the layer an empty cache of this shape; zero pages means none.
+        """Give the layer an empty cache of this shape; zero pages means none. Scales that it has already are kept.
 
         Raises:
             ValueError: The spec's heads or head_dim are not the layer's, or the layer shares another's cache.
@@ -161,15 +163,15 @@ class PagedAttention(nnx.Module):
         self.kv_cache = KVCache(zeros(spec.shape, spec.dtype, 2))
         if spec.scales == "per_token_head":
             self.kv_scales = KVCache(zeros(spec.scales_shape, jnp.float32, 2))
-        elif spec.scales == "per_head":
+        if spec.scales != "per_head":
+            self.k_scale = self.v_scale = nnx.data(None)
+        elif self.k_scale is None:
             self.k_scale, self.v_scale = (KVScale(zeros((spec.num_kv_heads,), jnp.float32, 0) + 1.0) for _ in range(2))
 
     def drop_cache(self) -> None:
-        """Remove the cache; the layer then attends within the batch."""
+        """Remove the cache; the layer then attends within the batch. Calibrated scales stay for the next cache."""
         self.kv_cache: KVCache | None = nnx.data(None)
         self.kv_scales: KVCache | None = nnx.data(None)
-        self.k_scale: KVScale | None = nnx.data(None)
-        self.v_scale: KVScale | None = nnx.data(None)
 
     def __call__(
         self,
@@ -300,7 +302,9 @@ def drop_cache(module: nnx.Module) -> None:
         layer.drop_cache()
 
 
-def cache_spec_for(module: nnx.Module, *, num_pages: int, page_size: int, dtype: Any = None) -> CacheSpec:
+def cache_spec_for(
+    module: nnx.Module, *, num_pages: int, page_size: int, dtype: Any = None, scales: str | None = None
+) -> CacheSpec:
     """Return the spec of the cache that each `PagedAttention` of a module needs.
 
     Args:
@@ -309,6 +313,7 @@ def cache_spec_for(module: nnx.Module, *, num_pages: int, page_size: int, dtype:
         page_size: Tokens in a page.
         dtype: Cache dtype; None means that of the module's floating-point parameters (float32 on a CPU with JAX
             before 0.12, which cannot update a 16-bit cache in place).
+        scales: Of an int8 or float8 cache, as in `CacheSpec`.
 
     Returns:
         A CacheSpec that `init_cache(module, spec)` takes.
@@ -327,7 +332,7 @@ def cache_spec_for(module: nnx.Module, *, num_pages: int, page_size: int, dtype:
         dtype = next((x.dtype for x in params if jnp.issubdtype(x.dtype, jnp.floating)), jnp.float32)
         if _SCATTER_WIDENS and jax.default_backend() == "cpu":
             dtype = jnp.float32
-    return CacheSpec(num_kv_heads, head_dim, num_pages, page_size, dtype)
+    return CacheSpec(num_kv_heads, head_dim, num_pages, page_size, dtype, scales=scales)
 
 
 def _attention_layers(module: nnx.Module) -> Iterator[PagedAttention]:

@@ -179,6 +179,11 @@ def test_calibration_finds_the_largest_key_and_value_of_each_head():
     np.testing.assert_allclose(model.attention.v_scale[...], np.array([2, 6]) * largest / 448, rtol=1e-6)
     assert model.attention.kv_cache[...].shape == spec.shape and not model.attention.kv_cache[...].any()
     assert isinstance(model.attention.k_scale, KVScale)
+    scales = np.asarray(model.attention.k_scale[...])
+    init_cache(model, CacheSpec(KV, D, num_pages=9, page_size=4, dtype="float8_e4m3fn"))
+    np.testing.assert_array_equal(model.attention.k_scale[...], scales)  # another pool, the same scales
+    init_cache(model, CacheSpec(KV, D, num_pages=9, page_size=4, dtype="float32"))
+    assert model.attention.k_scale is None
     with pytest.raises(ValueError, match="'per_head'"):
         calibrate_kv_scales(model, prompts, CacheSpec(KV, D, 3, 4, "int8"))
     with pytest.raises(ValueError, match="at least one"):

@@ -13,6 +13,8 @@ from flax_paged.ops import kv_cache_update, ragged_paged_attention
 from flax_paged.ops.quantization import QUANTIZED_DTYPES, quantize, quantize_per_head
 
 H, KV, D, PAGE = 6, 2, 8, 4
+# Hundreds of small programs are compiled here; how well does not matter.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 # Prefill, chunked prefill with context, decode; lengths around page and chunk boundaries; one query after another.
 LENGTHS = ((9, 9), (5, 23), (1, 17), (3, 8), (1, 1), (1, 40))
 SCALES = {"k_scale": np.array([0.05, 0.03], np.float32), "v_scale": np.array([0.02, 0.04], np.float32)}
@@ -82,7 +84,10 @@ def batch_with(features, dtype=np.float32, lengths=LENGTHS):
 def attend(implementation, batch, **options):
     traced = {name: value for name, value in options.items() if isinstance(value, np.ndarray)}
     static = {name: value for name, value in options.items() if name not in traced}
-    run = jax.jit(lambda args, traced: ragged_paged_attention(*args, **traced, **static, implementation=implementation))
+    run = jax.jit(
+        lambda args, traced: ragged_paged_attention(*args, **traced, **static, implementation=implementation),
+        compiler_options=QUICK,
+    )
     return run(batch.args, traced)
 
 
