@@ -195,7 +195,8 @@ def _page_issue(rows, regions, span, salu):
         return {"page_dma_starts": starts, "bundles_per_page_dma": round(salu / starts, 1)}
     loops = [
         r["bundles"] for r in regions
-        if sum("dma.hbm_to_vmem" in text for _, text in rows[r["start"] : r["start"] + r["bundles"]]) == 1
+        if " LB:" in rows[r["start"]][1].partition("{")[0]
+        and sum("dma.hbm_to_vmem" in text for _, text in rows[r["start"] : r["start"] + r["bundles"]]) == 1
     ]  # fmt: skip
     return {"page_dma_starts": 0, "bundles_per_page_dma": min(loops, default=None)}
 
