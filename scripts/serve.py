@@ -136,4 +136,7 @@ def load_engine(args: argparse.Namespace, address: str) -> Engine:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(status)  # a signal may come while a thread compiles, which the interpreter's own end would not survive

@@ -149,12 +149,18 @@ class AsyncEngine:
             self._waiting.discard(client)
             self._submit(functools.partial(self._abort, client))
 
-    def close(self) -> None:
-        """Stop after the running step; requests that are left end with an EngineClosedError."""
+    def close(self, timeout: float | None = None) -> None:
+        """Stop; requests that are left end with an EngineClosedError at once, whatever the running step takes.
+
+        Args:
+            timeout: Most seconds to wait for the running step; None for no limit.
+        """
         self._submit(self._stop)
         with self._lock:
             self._is_closed = True
-        self._thread.join()
+        for client in {*list(self._waiting), *list(self._clients.values())}:
+            client.put(EngineClosedError("The AsyncEngine was closed."))
+        self._thread.join(timeout)
 
     def _submit(self, command: Callable[[], None]) -> bool:
         """Have the thread run something between steps; False if it no longer does."""

@@ -143,7 +143,7 @@ class _Server(uvicorn.Server):
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
         yield
-        self._service.close()
+        self._service.close(_SECONDS_TO_END)
 
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name
@@ -157,6 +157,6 @@ class _Server(uvicorn.Server):
         asyncio.get_running_loop().call_later(self._grace, self._end_calls)
 
     def _end_calls(self) -> None:
-        task = asyncio.ensure_future(asyncio.to_thread(self._service.close))
+        task = asyncio.ensure_future(asyncio.to_thread(self._service.close, _SECONDS_TO_END))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -54,10 +54,10 @@ class Service:
         """Refuse new calls from now on; running ones go on."""
         self.status = status
 
-    def close(self) -> None:
-        """End everything that runs, after the running step."""
+    def close(self, timeout: float | None = None) -> None:
+        """End every call that runs, and wait for the engine's running step, for so many seconds at most."""
         if self._engine is not None:
-            self._engine.close()
+            self._engine.close(timeout)
 
     @property
     def engine(self) -> Engine:
