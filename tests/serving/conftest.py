@@ -56,23 +56,34 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def start_server(checkpoint, compilation_cache, tmp_path_factory):
-    """Start a server with more options and wait until it is ready; all are ended with the session."""
+def launch_server(checkpoint, compilation_cache, tmp_path_factory):
+    """Launch a server process with more options; returns it and the path of its log. All end with the session."""
     processes = []
 
-    def start(*options: str) -> Server:
+    def launch(*options: str) -> tuple[subprocess.Popen, Path]:
         log_path = tmp_path_factory.mktemp("log") / "stderr"
         sizes = [text for name, value in SIZES.items() for text in (f"--{name.replace('_', '-')}", str(value))]
         command = [sys.executable, SCRIPT, "--model", checkpoint, "--port", "0", *sizes]
         with log_path.open("wb") as log:
             process = subprocess.Popen([*command, "--compilation-cache", compilation_cache, *options], stderr=log)
         processes.append(process)
-        return Server(process, _wait_until_ready(process, log_path), log_path)
+        return process, log_path
 
-    yield start
+    yield launch
     for process in processes:
         process.send_signal(signal.SIGKILL)
         process.wait()
+
+
+@pytest.fixture(scope="session")
+def start_server(launch_server):
+    """Launch a server and wait until it is ready."""
+
+    def start(*options: str) -> Server:
+        process, log_path = launch_server(*options)
+        return Server(process, _wait_until_ready(process, log_path), log_path)
+
+    return start
 
 
 def _wait_until_ready(process: subprocess.Popen, log_path: Path) -> str:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import signal
 import socket
+import time
 
 import httpx
 
@@ -26,6 +27,8 @@ async def _stream(url: str) -> tuple[bool, str]:
                             _stream.begun.set()
             except httpx.TransportError:  # gone before the next call; amid a stream, its last line says so
                 break
+    if not lines:  # it came too late for its first call
+        return True, "refused"
     return lines[-1] == "data: [DONE]", lines[-2]
 
 
@@ -47,6 +50,15 @@ def test_sigterm_while_busy(start_server):
     assert server.process.wait(timeout=60) == 0
     log = server.log_path.read_text()
     assert "SIGTERM: refusing new calls; running ones have 1 s to finish" in log and "Traceback" not in log
+
+
+def test_sigterm_while_loading(launch_server):
+    process, log_path = launch_server("--compilation-cache", "")  # so that there is something to compile
+    while "Compiling" not in log_path.read_text():
+        assert process.poll() is None, log_path.read_text()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=120) == 0, log_path.read_text()
 
 
 def test_slow_headers_and_bodies(start_server):
