@@ -133,6 +133,32 @@ def test_salts_share_nothing(shared_engine):
 # Many requests
 
 
+def test_every_page_comes_back(shared_engine):
+    """300 requests that end by length, by a stop id or by an abort in any state, some just where a page does."""
+    engine = shared_engine(**{**SIZES, "num_pages": 24})
+    rng = np.random.default_rng(7)
+    reasons, num_sent = [], 0
+    while num_sent < 300 or engine.has_unfinished_requests:
+        for _ in range(rng.integers(0, 4)):
+            if num_sent < 300:
+                prompt = rng.integers(1, VOCAB_SIZE, rng.integers(1, 40)).tolist()
+                params = SamplingParams(temperature=1.0, seed=num_sent, max_tokens=8, stop_token_ids=[1, 2, 3, 4, 5])
+                engine.add_request(prompt, params)
+                num_sent += 1
+        if rng.integers(0, 6) == 0 and engine._requests:
+            engine.abort(str(rng.choice(list(engine._requests))))
+        for piece in engine.step():
+            if piece.finished:
+                reasons.append(piece.outputs[0].finish_reason)
+        pool, running = engine.scheduler.pool, engine.scheduler.running
+        assert pool.num_live == len({page for sequence in running for page in sequence.pages})
+    assert pool.num_live == 0 and pool.num_available == 24
+    pages = [pool.allocate() for _ in range(24)]
+    assert len(set(pages)) == 24  # none is free twice
+    pool.release(pages)
+    assert set(reasons) == {"stop", "length"} and len(reasons) < 300
+
+
 @pytest.fixture(scope="module")
 def many(model):
     """Requests of mixed lengths, half of them with a common prefix, and their tokens one at a time."""
