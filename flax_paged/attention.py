@@ -302,6 +302,11 @@ def drop_cache(module: nnx.Module) -> None:
         layer.drop_cache()
 
 
+def num_caches(module: nnx.Module) -> int:
+    """Return how many layers of a module have a cache of their own, once `init_cache` gives it them."""
+    return sum(layer.kv_sharing_source is None for layer in _attention_layers(module))
+
+
 def cache_spec_for(
     module: nnx.Module, *, num_pages: int, page_size: int, dtype: Any = None, scales: str | None = None
 ) -> CacheSpec:

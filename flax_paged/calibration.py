@@ -14,11 +14,13 @@ from flax_paged.ops.page_layout import to_standard_layout
 from flax_paged.ops.quantization import largest_value
 
 
-def calibrate_kv_scales(module: nnx.Module, prompts: Sequence[Sequence[int]], spec: CacheSpec) -> None:
+def calibrate_kv_scales(
+    module: nnx.Module, prompts: Sequence[Sequence[int]], spec: CacheSpec, *, margin: float | None = None
+) -> None:
     """Give a module an empty cache of `spec` with "per_head" scales measured on prompts.
 
-    The prompts run once through a float32 cache; the scale of each KV head of each layer makes the largest key (value)
-    seen there the largest number of the cache's dtype. Larger ones met later saturate.
+    The prompts run once through a float32 cache; the scale of each KV head of each layer makes `margin` times the
+    largest key (value) seen there the largest number of the cache's dtype. Larger ones met later saturate.
 
         calibrate_kv_scales(model, prompts, cache_spec_for(model, num_pages=1024, page_size=16, dtype="float8_e4m3fn"))
 
@@ -26,14 +28,20 @@ def calibrate_kv_scales(module: nnx.Module, prompts: Sequence[Sequence[int]], sp
         module: A module that is called as `module(tokens, metadata)`; any cache in it is replaced.
         prompts: Token ids of typical texts, a few thousand tokens in all.
         spec: The cache to serve with; its `scales` must be "per_head".
+        margin: Room for numbers larger than those seen. None means 1 for int8, whose steps it makes coarser, and 2 for
+            float8, where room costs only the smallest numbers.
 
     Raises:
-        ValueError: The spec has no such scales, there is no prompt, or one is empty.
+        ValueError: The spec has no such scales, there is no prompt, one is empty, or `margin` is not positive.
     """
     if spec.scales != "per_head":
         raise ValueError(f"calibrate_kv_scales(spec.scales={spec.scales!r}): expected 'per_head' of int8 or float8.")
     if not prompts or not all(len(prompt) for prompt in prompts):
         raise ValueError("calibrate_kv_scales(prompts): expected at least one prompt, each of at least one token.")
+    if margin is None:
+        margin = 1.0 if spec.dtype == jnp.int8 else 2.0
+    if not margin > 0:
+        raise ValueError(f"calibrate_kv_scales({margin=}): expected a positive number.")
     longest = max(map(len, prompts))
     num_pages = -(-longest // spec.page_size)
     init_cache(module, cache_spec_for(module, num_pages=num_pages, page_size=spec.page_size, dtype=jnp.float32))
@@ -58,6 +66,6 @@ def calibrate_kv_scales(module: nnx.Module, prompts: Sequence[Sequence[int]], sp
     drop_cache(module)
     init_cache(module, spec)
     for layer, of_heads in zip(layers, largest, strict=True):
-        scales = np.where(of_heads > 0, of_heads / largest_value(spec.dtype), 1.0).astype(np.float32)
+        scales = np.where(of_heads > 0, margin * of_heads / largest_value(spec.dtype), 1.0).astype(np.float32)
         for variable, values in ((layer.k_scale, scales[0::2]), (layer.v_scale, scales[1::2])):
             variable[...] = jnp.asarray(values)

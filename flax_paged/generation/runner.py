@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
-from flax_paged.attention import PagedAttention, cache_spec_for, drop_cache, init_cache
+from flax_paged.attention import cache_spec_for, drop_cache, init_cache, num_caches
 from flax_paged.cache import KVCache
 from flax_paged.generation.batch import Batch, BatchLimits, Bucket, Buckets, build_batch, first_sampled_rows
 from flax_paged.generation.decode_loop import run_decode_steps
@@ -19,6 +19,7 @@ from flax_paged.generation.outputs import Logprob, LogprobsOfToken
 from flax_paged.generation.sampling import SampledTokens, sample
 from flax_paged.generation.scheduler import Schedule, ScheduledSequence
 from flax_paged.nn.lora import StackedLoRA
+from flax_paged.ops import copy_pages
 from flax_paged.step import CompiledStep
 
 # A pool whose size is not given may take this much memory.
@@ -128,8 +129,13 @@ class ModelRunner:
         own = nnx.merge(*nnx.split(model))
         drop_cache(own)
         if num_pages is None:
-            num_pages = _default_num_pages(own, page_size, max_num_seqs * max_pages_per_seq, kv_cache_dtype)
-            num_pages = max(num_pages, max_pages_per_seq)
+            num_pages = default_num_pages(
+                own,
+                page_size=page_size,
+                max_num_seqs=max_num_seqs,
+                max_model_len=max_model_len,
+                kv_cache_dtype=kv_cache_dtype,
+            )
         self.num_pages = num_pages
         self.max_num_seqs = max_num_seqs
         self.num_adapters = _num_adapters(own)
@@ -223,9 +229,9 @@ def _sample_next(
 
 
 def _copy_pages(model: nnx.Module, sources: jax.Array, destinations: jax.Array) -> None:
-    """Copy pages in every layer's cache: all are read before any is written."""
+    """Copy pages in every layer's cache."""
     for _, cache in nnx.to_flat_state(nnx.state(model, KVCache)):
-        cache[...] = cache[...].at[destinations].set(cache[...][sources])
+        cache[...] = copy_pages(cache[...], sources, destinations)
 
 
 def _vocab_size(model: nnx.Module, batch: Batch) -> int:
@@ -248,7 +254,22 @@ def _num_adapters(model: nnx.Module) -> int:
     )
 
 
-def _default_num_pages(model: nnx.Module, page_size: int, num_wanted: int, dtype: Any) -> int:
-    spec = cache_spec_for(model, num_pages=1, page_size=page_size, dtype=dtype)
-    num_layers = sum(isinstance(layer, PagedAttention) for _, layer in nnx.iter_modules(model))
-    return min(num_wanted, spec.pages_that_fit(_DEFAULT_POOL_BYTES, num_layers))
+def default_num_pages(
+    model: nnx.Module, *, page_size: int, max_num_seqs: int, max_model_len: int, kv_cache_dtype: Any = None
+) -> int:
+    """Return the size of a pool that nobody has chosen.
+
+    Args:
+        model: A module with `PagedAttention` layers.
+        page_size: Tokens in a page.
+        max_num_seqs: Most sequences in a step.
+        max_model_len: Tokens of the longest sequence.
+        kv_cache_dtype: Dtype of the cache; None for that of the model.
+
+    Returns:
+        As many pages as every sequence needs at full length, within 1 GiB, but enough for one.
+    """
+    max_pages_per_seq = -(-max_model_len // page_size)
+    spec = cache_spec_for(model, num_pages=1, page_size=page_size, dtype=kv_cache_dtype)
+    fitting = spec.pages_that_fit(_DEFAULT_POOL_BYTES, num_caches(model))
+    return max(min(max_num_seqs * max_pages_per_seq, fitting), max_pages_per_seq)

@@ -6,10 +6,9 @@ from pathlib import Path
 import jax
 from flax import nnx
 
-from flax_paged.attention import PagedAttention, cache_spec_for
+from flax_paged.attention import cache_spec_for, num_caches
+from flax_paged.generation.runner import default_num_pages
 
-# A pool whose size is not given may take this much memory; the same as the engine's.
-_DEFAULT_POOL_BYTES = 2**30
 # Logits are float32, and sampling works on a changed copy beside the model's own.
 _NUM_LOGITS_COPIES = 2
 
@@ -80,16 +79,15 @@ def plan_memory(
     """
     params = jax.tree.leaves(nnx.state(model, nnx.Param))
     spec = cache_spec_for(model, num_pages=1, page_size=page_size)
-    num_layers = sum(isinstance(layer, PagedAttention) for _, layer in nnx.iter_modules(model))
     if num_pages is None:
-        max_pages_per_seq = -(-max_model_len // page_size)
-        fitting = spec.pages_that_fit(_DEFAULT_POOL_BYTES, num_layers)
-        num_pages = max(min(max_num_seqs * max_pages_per_seq, fitting), max_pages_per_seq)
+        num_pages = default_num_pages(
+            model, page_size=page_size, max_num_seqs=max_num_seqs, max_model_len=max_model_len
+        )
     return MemoryPlan(
         num_params=sum(param.size for param in params),
         params_nbytes=sum(param.size * param.dtype.itemsize for param in params),
         num_pages=num_pages,
-        page_nbytes=spec.page_nbytes * num_layers,
+        page_nbytes=spec.page_nbytes * num_caches(model),
         logits_nbytes=max_num_batched_tokens * vocab_size * 4 * _NUM_LOGITS_COPIES,
     )
 

@@ -173,7 +173,7 @@ def test_calibration_finds_the_largest_key_and_value_of_each_head():
     model = Toy()
     prompts = [[1, 2, 3, 4, 5], [6], [7, 1, 2]]
     spec = CacheSpec(KV, D, num_pages=3, page_size=4, dtype="float8_e4m3fn")
-    calibrate_kv_scales(model, prompts, spec)
+    calibrate_kv_scales(model, prompts, spec, margin=1.0)
     largest = float(jnp.abs(model.embedding[...][1:8]).max())
     np.testing.assert_allclose(model.attention.k_scale[...], np.array([1, 3]) * largest / 448, rtol=1e-6)
     np.testing.assert_allclose(model.attention.v_scale[...], np.array([2, 6]) * largest / 448, rtol=1e-6)
@@ -184,6 +184,10 @@ def test_calibration_finds_the_largest_key_and_value_of_each_head():
     np.testing.assert_array_equal(model.attention.k_scale[...], scales)  # another pool, the same scales
     init_cache(model, CacheSpec(KV, D, num_pages=9, page_size=4, dtype="float32"))
     assert model.attention.k_scale is None
+    calibrate_kv_scales(model, prompts, spec)
+    np.testing.assert_allclose(model.attention.k_scale[...], 2 * scales, rtol=1e-6)  # room, which costs float8 little
+    with pytest.raises(ValueError, match="margin=0"):
+        calibrate_kv_scales(model, prompts, spec, margin=0)
     with pytest.raises(ValueError, match="'per_head'"):
         calibrate_kv_scales(model, prompts, CacheSpec(KV, D, 3, 4, "int8"))
     with pytest.raises(ValueError, match="at least one"):
