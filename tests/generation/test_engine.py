@@ -445,7 +445,7 @@ def test_empty_text_without_bos_is_refused(model):
         ({"max_model_len": 1}, "max_model_len=1"),
         ({"num_pages": 2**20, "page_size": 2**12}, "more than the 2147483647 that an int32 slot number can address"),
         ({"eos_token_ids": [61]}, "eos_token_ids"),
-        ({"kv_cache_dtype": jnp.int8}, "int8"),
+        ({"kv_cache_dtype": jnp.int16}, "int16"),
     ],
 )
 def test_engine_sizes_that_cannot_work_are_refused(model, options, message):
@@ -489,3 +489,14 @@ def test_cache_dtype_is_the_models_unless_asked_for():
     assert make_engine(bf16)._runner._step._leaves.caches[0].dtype == expected
     assert make_engine(bf16, kv_cache_dtype=jnp.bfloat16)._runner._step._leaves.caches[0].dtype == jnp.bfloat16
     assert make_engine(bf16, kv_cache_dtype=jnp.float32)._runner._step._leaves.caches[0].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_a_quantised_cache_gives_the_same_alone_in_a_batch_and_after_preemption(model, dtype):
+    engine = make_engine(model, kv_cache_dtype=dtype)
+    together = tokens_of(engine.generate(PROMPTS, GREEDY))
+    assert tokens_of(engine.generate(PROMPTS, GREEDY)) == together  # from the prefix cache
+    alone = make_engine(model, kv_cache_dtype=dtype, enable_prefix_caching=False, num_pages=14)
+    assert [tokens_of(alone.generate([prompt], GREEDY))[0] for prompt in PROMPTS] == together
+    assert tokens_of(alone.generate(PROMPTS[4:], GREEDY)) == together[4:]
+    assert alone.stats().num_preemptions > 0

@@ -311,7 +311,7 @@ def test_dtype_of_parameters_is_dtype_of_activations():
         block = model.layers[0]
         seen = []
         call = type(block.mlp).__call__
-        type(block.mlp).__call__ = lambda self, x: (seen.append(x.dtype), call(self, x))[1]  # noqa: B023
+        type(block.mlp).__call__ = lambda self, x, *args: (seen.append(x.dtype), call(self, x, *args))[1]  # noqa: B023
         try:
             assert model(jnp.asarray(tokens_of(4))[None]).dtype == jnp.float32
         finally:
