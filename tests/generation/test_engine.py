@@ -498,5 +498,5 @@ def test_a_quantised_cache_gives_the_same_alone_in_a_batch_and_after_preemption(
     assert tokens_of(engine.generate(PROMPTS, GREEDY)) == together  # from the prefix cache
     alone = make_engine(model, kv_cache_dtype=dtype, enable_prefix_caching=False, num_pages=14)
     assert [tokens_of(alone.generate([prompt], GREEDY))[0] for prompt in PROMPTS] == together
-    assert tokens_of(alone.generate(PROMPTS[4:], GREEDY)) == together[4:]
+    assert tokens_of(alone.generate(PROMPTS[:4], GREEDY)) == together[:4]
     assert alone.stats().num_preemptions > 0
