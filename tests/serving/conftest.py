@@ -9,14 +9,11 @@ import time
 from pathlib import Path
 
 import httpx
-import jax
 import openai
 import pytest
-from jax.experimental.compilation_cache import compilation_cache as jax_compilation_cache
 from serving_checkpoint import make_checkpoint
 
 from flax_paged import Engine, load_model, load_tokenizer
-from flax_paged.generation import use_compilation_cache
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "serve.py"
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 256, "num_pages": 64}
@@ -106,18 +103,6 @@ def client(server):
 
 
 @pytest.fixture(scope="session")
-def engine(checkpoint, compilation_cache, server):
-    """The same engine in this process; it reads what the server has compiled."""
-    names = (
-        "jax_compilation_cache_dir",
-        "jax_persistent_cache_min_compile_time_secs",
-        "jax_persistent_cache_min_entry_size_bytes",
-    )
-    old = {name: getattr(jax.config, name) for name in names}
-    use_compilation_cache(compilation_cache)
-    engine = Engine(load_model(checkpoint), load_tokenizer(checkpoint), **SIZES)
-    engine.warmup()
-    yield engine
-    for name, value in old.items():
-        jax.config.update(name, value)
-    jax_compilation_cache.reset_cache()
+def engine(checkpoint):
+    """The same engine in this process."""
+    return Engine(load_model(checkpoint), load_tokenizer(checkpoint), **SIZES)
