@@ -105,4 +105,6 @@ def client(server):
 @pytest.fixture(scope="session")
 def engine(checkpoint):
     """The same engine in this process."""
-    return Engine(load_model(checkpoint), load_tokenizer(checkpoint), **SIZES)
+    engine = Engine(load_model(checkpoint), load_tokenizer(checkpoint), **SIZES)
+    engine.warmup()
+    return engine

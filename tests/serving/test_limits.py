@@ -31,7 +31,8 @@ def run(engine, scenario, **options):
         transport = httpx.ASGITransport(create_app(service))
         try:
             async with httpx.AsyncClient(transport=transport, base_url="http://here", timeout=60) as client:
-                return await scenario(client, service)
+                async with asyncio.timeout(120):  # the scenarios poll
+                    return await scenario(client, service)
         finally:
             await asyncio.to_thread(service.close)
             assert engine is None or engine.stats().num_live_pages == 0
