@@ -13,7 +13,7 @@ from flax_paged.ops.ragged_paged_attention.rules import AttentionRules
 
 _KERNEL_OPTIONS = (
     "sm_scale", "sliding_window", "soft_cap", "max_query_len", "vmem_limit_bytes", "num_kv_pages_per_block",
-    "num_queries_per_block",
+    "num_queries_per_block", "sinks", "attention_chunk_size", "causal",
 )  # fmt: skip
 
 
@@ -166,6 +166,9 @@ def ragged_paged_attention(
         sm_scale=sm_scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
+        sinks=rules.sinks,
+        attention_chunk_size=attention_chunk_size,
+        causal=causal,
         num_kv_pages_per_block=num_kv_pages_per_block,
         num_queries_per_block=num_queries_per_block,
         vmem_limit_bytes=vmem_limit_bytes,
@@ -182,7 +185,6 @@ def missing_in_kernel(q: jax.Array, kv_pages: jax.Array, **options: Any) -> str:
         kv_pages: Likewise.
         **options: Its keyword arguments, in any form that it takes.
     """
-    options["causal=False"] = options.pop("causal", True) is False
     if options.get("out_dtype") is not None and jnp.dtype(options["out_dtype"]) == q.dtype:
         del options["out_dtype"]
     options = {name: value for name, value in options.items() if value is not None and value is not False}

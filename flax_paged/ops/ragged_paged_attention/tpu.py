@@ -19,7 +19,7 @@ from flax_paged.ops.ragged_paged_attention.block_sizes import (
     smem_bytes,
 )
 from flax_paged.ops.ragged_paged_attention.tpu_kernel import ragged_paged_attention_kernel
-from flax_paged.ops.ragged_paged_attention.tpu_pipeline import KernelConfig
+from flax_paged.ops.ragged_paged_attention.tpu_pipeline import LOG2_E, KernelConfig
 from flax_paged.ops.tpu_platform import interpret_params, tpu_generation
 
 
@@ -34,6 +34,8 @@ def ragged_paged_attention_tpu(
     sm_scale: float = 1.0,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    attention_chunk_size: int | None = None,
     causal: bool = True,
     out_dtype: Any = None,
     num_kv_pages_per_block: int | None = None,
@@ -55,7 +57,9 @@ def ragged_paged_attention_tpu(
         sm_scale: Factor on the scores.
         sliding_window: Keys that a query sees, its own included.
         soft_cap: Cap on the scaled scores.
-        causal: Whether a query sees later keys.
+        sinks: f32[num_q_heads], one more logit a head without a value; None for none.
+        attention_chunk_size: A query sees keys of its own chunk only; None for all.
+        causal: Whether later keys are hidden.
         out_dtype: Result dtype; None means q's.
         num_kv_pages_per_block: Pages fetched at a time; None lets `block_sizes` choose.
         num_queries_per_block: Queries of a sequence that share a fetch; None lets `block_sizes` choose.
@@ -114,7 +118,13 @@ def ragged_paged_attention_tpu(
         compute_dtype=dispatch.product_dtype(q, kv_pages),
         interpret=interpret is not False,
         has_update=update is not None,
+        attention_chunk_size=attention_chunk_size,
+        has_sinks=sinks is not None,
     )
+    if sinks is not None:
+        sinks = jnp.broadcast_to(jnp.asarray(sinks, jnp.float32) * LOG2_E, (num_q_heads,))
+        sinks = jnp.pad(sinks, (0, padded_rows(num_q_heads) - num_q_heads))
+        sinks = jnp.broadcast_to(sinks[:, None], (len(sinks), NUM_LANES))
     groups = token_groups(kv_pages, layout)
     padding = ((0, 0), (0, padded_rows(num_q_heads) - num_q_heads), (0, layout.num_lanes - head_dim))
     out, *updated = _call(
@@ -130,6 +140,7 @@ def ragged_paged_attention_tpu(
         out_dtype=out_dtype,
         vmem_limit_bytes=blocks.vmem_limit_bytes,
         interpret=interpret,
+        sinks=sinks,
         update=None if update is None else prepare_update(groups, layout, *update),
     )
     first = V_LANE if layout.is_packed else 0
@@ -169,6 +180,7 @@ def _call(
     out_dtype,
     vmem_limit_bytes,
     interpret,
+    sinks,
     update,
 ):
     scalars, operands = [seq_lens, query_start_loc, num_seqs], [q, block_tables, kv_pages]
@@ -183,12 +195,16 @@ def _call(
         # XLA likes to place small operands in VMEM, from where a "copy" to VMEM is a loop of vector loads and stores.
         operands = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in operands]
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    in_specs = [hbm] * len(operands)
+    if sinks is not None:
+        operands, in_specs = [sinks, *operands], [pl.BlockSpec(memory_space=pltpu.VMEM), *in_specs]
+        aliases = {operand + 1: result for operand, result in aliases.items()}
     return pl.pallas_call(
         functools.partial(ragged_paged_attention_kernel, config=config),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(1,),
-            in_specs=[hbm] * len(operands),
+            in_specs=in_specs,
             out_specs=[hbm] * len(out_shape),
             scratch_shapes=_scratch_shapes(config, q, kv_pages, block_tables.shape[1], out_dtype),
         ),

@@ -220,6 +220,27 @@ def _finish_scores(config, scores):
     return jnp.tanh(scores) * jnp.float32(config.soft_cap * LOG2_E)
 
 
+def _normalize(m, total, acc, sinks):
+    """End a running softmax; rows that have seen no key give zeros.
+
+    Args:
+        m: f32[rows, 1], the largest score.
+        total: f32[rows, 1], the sum of the weights.
+        acc: f32[rows, head_dim], the sum of the values with these weights.
+        sinks: f32[rows or 1, 1], one more logit without a value, or None.
+
+    Returns:
+        f32[rows, head_dim].
+    """
+    sees_none = m <= MASK_VALUE / 2
+    if sinks is None:
+        return jnp.where(sees_none, 0.0, acc / jnp.where(sees_none, 1.0, total))
+    largest = jnp.maximum(m, sinks)
+    # Where no key was seen this is exp2 of a hugely negative number: 0, and so is the result.
+    factor = jnp.exp2(m - largest)
+    return acc * (factor / (total * factor + jnp.exp2(sinks - largest)))
+
+
 # --- Decode: one query ------------------------------------------------------------------------------------------------
 
 
@@ -250,7 +271,8 @@ def _decode(config, refs, item, q_ref, out_ref, begin_block, cursor):
     l = jnp.zeros((num_rows, NUM_LANES), jnp.float32)  # noqa: E741  # summed over lanes at the end
     acc = jnp.zeros((num_rows, head_dim), jnp.float32)
     cursor, m, l, acc = lax.fori_loop(0, item.num_blocks, block, (cursor, m, l, acc))  # noqa: E741
-    out_ref[0] = (acc / jnp.sum(l, axis=1, keepdims=True)).astype(out_ref.dtype)
+    sinks = jnp.max(refs.sinks[...], axis=1, keepdims=True) if config.has_sinks else None
+    out_ref[0] = _normalize(m, jnp.sum(l, axis=1, keepdims=True), acc, sinks).astype(out_ref.dtype)
     return cursor
 
 
@@ -390,8 +412,16 @@ def _prefill(config, refs, item, q_ref, out_ref, begin_block, cursor):
         end = start + config.tokens_per_block
         # Every query sees every key of an interior block, so it needs no mask.
         is_edge = end > (item.position + 1 if config.causal else item.key_end)
+        last = item.position + item.num_queries - 1
         if config.sliding_window is not None:
-            is_edge |= start <= item.position + item.num_queries - 1 - config.sliding_window
+            is_edge |= start <= last - config.sliding_window
+            if not config.causal:
+                is_edge |= end > item.position + config.sliding_window
+        if config.attention_chunk_size is not None:
+            size = config.attention_chunk_size
+            is_edge |= start < last - lax.rem(last, size)
+            if not config.causal:
+                is_edge |= end > item.position - lax.rem(item.position, size) + size
         pl.when(is_edge)(lambda: _prefill_block(config, refs, item, start))
         pl.when(jnp.logical_not(is_edge))(lambda: _prefill_block(config, refs, item, None))
         return cursor
@@ -459,6 +489,10 @@ def _prefill_mask(config, kv_dtype, item, start):
     mask = key <= query if config.causal else key < item.key_end
     if config.sliding_window is not None:
         mask &= key > query - config.sliding_window
+        if not config.causal:
+            mask &= key < query + config.sliding_window
+    if config.attention_chunk_size is not None:
+        mask &= lax.div(key, config.attention_chunk_size) == lax.div(query, config.attention_chunk_size)
     return jnp.concatenate([mask] * config.heads_per_chunk, axis=0)
 
 
@@ -469,7 +503,11 @@ def _store_prefill(config, refs, out_ref):
     def result(head):
         kv_head, g = divmod(min(head, num_heads - 1), config.num_queries_per_kv)
         rows = pl.ds(g * num_queries, num_queries)
-        return refs.acc[kv_head, rows, :] / jnp.sum(refs.l[kv_head, rows, :], axis=1, keepdims=True)
+        total = jnp.sum(refs.l[kv_head, rows, :], axis=1, keepdims=True)
+        m, sinks = jnp.max(refs.m[kv_head, rows, :], axis=1, keepdims=True), None
+        if config.has_sinks:
+            sinks = jnp.max(refs.sinks[pl.ds(min(head, num_heads - 1), 1), :], axis=1, keepdims=True)
+        return _normalize(m, total, refs.acc[kv_head, rows, :], sinks)
 
     if not _is_16_bit(out_ref.dtype):
         for head in range(num_heads):

@@ -36,6 +36,8 @@ class KernelConfig:
     compute_dtype: Any
     interpret: bool
     has_update: bool = False  # write new keys and values before attending
+    attention_chunk_size: int | None = None
+    has_sinks: bool = False
 
     @property
     def tokens_per_group(self) -> int:
@@ -46,6 +48,11 @@ class KernelConfig:
     def tokens_per_block(self) -> int:
         """Keys in one block of pages."""
         return self.pages_per_block * self.page_size
+
+    @property
+    def hides_old_keys(self) -> bool:
+        """Whether an item's first key may lie within a page."""
+        return self.sliding_window is not None or self.attention_chunk_size is not None
 
     @property
     def score_scale(self) -> float:
@@ -107,6 +114,8 @@ class Refs:
     m: Any = None  # f32[num_kv_heads, num_queries_per_kv * queries_per_block, 128]
     l: Any = None  # noqa: E741  # the same
     acc: Any = None  # f32[num_kv_heads, num_queries_per_kv * queries_per_block, head_dim]
+    # With sinks only.
+    sinks: Any = None  # f32[num_q_heads, 128], in units of log2, the same in all lanes
     # With update only.
     slot_mapping: Any = None  # i32[3 * U], SMEM
     num_slices: Any = None  # i32[1], SMEM
@@ -119,6 +128,7 @@ class Refs:
         has_update = config.has_update
         names = ["seq_lens", "query_start_loc", "num_seqs"]
         names += ["slot_mapping", "num_slices"] if has_update else []
+        names += ["sinks"] if config.has_sinks else []
         names += ["q_hbm", "block_tables_hbm"]
         # With update, kv_pages is an aliased output: named twice, the output is kept.
         names += ["new_groups_hbm"] if has_update else []
@@ -155,9 +165,18 @@ def describe_item(config, refs, s, i):
     num_queries = jnp.minimum(config.queries_per_block, query_len - first)
     position = seq_len - query_len + first
     key_end = position + num_queries if config.causal else seq_len
+    if not config.causal:  # a window looks both ways, a chunk has an end
+        if config.sliding_window is not None:
+            key_end = jnp.minimum(key_end, position + num_queries - 1 + config.sliding_window)
+        if config.attention_chunk_size is not None:
+            last = position + num_queries - 1
+            chunk_end = last - lax.rem(last, config.attention_chunk_size) + config.attention_chunk_size
+            key_end = jnp.minimum(key_end, chunk_end)
     key_start = jnp.int32(0)
     if config.sliding_window is not None:
         key_start = jnp.maximum(position - config.sliding_window + 1, 0)
+    if config.attention_chunk_size is not None:
+        key_start = jnp.maximum(key_start, position - lax.rem(position, config.attention_chunk_size))
     first_page = lax.div(key_start, config.page_size)
     last_page = pl.cdiv(key_end, config.page_size)
     num_blocks = jnp.maximum(pl.cdiv(last_page - first_page, config.pages_per_block), 1)
@@ -257,11 +276,11 @@ def clean_block(config, kv_ref, low, high):
     low = jnp.clip(low, 0, config.tokens_per_block)
     high = jnp.clip(high, 0, config.tokens_per_block)
     end = jnp.minimum(pl.cdiv(high, config.page_size) * config.page_size, config.tokens_per_block)
-    if config.sliding_window is not None:
+    if config.hides_old_keys:
         lax.fori_loop(0, lax.div(low, size), zero, None)
     lax.fori_loop(pl.cdiv(high, size), lax.div(end, size), zero, None)
     if config.is_packed:  # the pair of tokens that the bound cuts
-        if config.sliding_window is not None:
+        if config.hides_old_keys:
             pl.when(lax.rem(low, 2) == 1)(lambda: _zero_token(config, kv_ref, lax.div(low, 2), 0))
         pl.when(lax.rem(high, 2) == 1)(lambda: _zero_token(config, kv_ref, lax.div(high, 2), 1))
 
