@@ -1,5 +1,6 @@
 """Settings of the whole suite: two CPU devices, strict dtype and rank promotion, no network."""
 
+import gc
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -17,6 +18,14 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 if os.environ.get("FLAX_PAGED_REQUIRE_PARITY"):
     import torch  # noqa: F401
     import transformers  # noqa: F401
+
+
+@pytest.fixture(scope="module", autouse=True)
+def free_compiled_programs():
+    """Drop a module's programs: Linux grants a process 65,530 memory maps, and each program on a CPU takes several."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")
