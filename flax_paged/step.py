@@ -113,6 +113,8 @@ class CompiledStep:
         """
         state = nnx.state(weights) if isinstance(weights, nnx.Module) else weights
         flat = [(path, leaf) for path, leaf in nnx.to_flat_state(state) if not isinstance(leaf, KVCache)]
+        # Scales belong to a cache, which may be of another kind here.
+        flat = [(path, leaf) for path, leaf in flat if not isinstance(leaf, KVScale) or path in self._scale_paths]
         new = {path: leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf for path, leaf in flat}
         problems = [f"unexpected {_join(path)}" for path in new if path not in set(self._weight_paths)]
         for path, old in zip(self._weight_paths, self._leaves.weights, strict=True):

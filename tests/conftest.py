@@ -1,6 +1,7 @@
 """Settings of the whole suite: two CPU devices, strict dtype and rank promotion, no network."""
 
 import gc
+import importlib.util
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -14,10 +15,11 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# CI sets this, so that nothing is skipped there for want of PyTorch, transformers or the real model.
+# CI sets this, so that nothing is skipped there for want of an oracle, a library or the real model.
 if os.environ.get("FLAX_PAGED_REQUIRE_PARITY"):
-    import torch  # noqa: F401
-    import transformers  # noqa: F401
+    NEEDED = ("torch", "transformers", "peft", "sentencepiece", "regex", "gguf", "huggingface_hub", "httpx")
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        raise ImportError(f"FLAX_PAGED_REQUIRE_PARITY is set, but these are not installed: {', '.join(missing)}.")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -170,7 +170,7 @@ def test_log(engine, caplog, log_prompts):
 
 def test_a_fault_of_ours_is_logged_and_not_shown(engine, caplog, monkeypatch):
     def fail(schedule):
-        raise FloatingPointError("secret of /work/house.py")
+        raise FloatingPointError("secret of /some/folder/house.py")
 
     async def scenario(client, service):
         with monkeypatch.context() as patch:
