@@ -9,6 +9,8 @@ import pytest
 from checkpoint_files import CONFIG, byte_level_tokenizer, hf_tensors, write_gguf, write_hf_folder
 from flax import nnx
 
+from flax_paged.attention import cache_spec_for
+from flax_paged.calibration import calibrate_kv_scales
 from flax_paged.loading import load_generation_config, load_model, load_tokenizer, save_model
 from flax_paged.models.llama import Llama
 
@@ -49,6 +51,14 @@ def test_hugging_face_to_ours_and_back_is_bit_equal(tmp_path, dtype):
     again = load_model(tmp_path / "ours")
     assert_same_bits(flat(again), loaded)
     assert again.config == model.config
+
+
+def test_a_calibrated_model_is_saved_without_its_caches_scales(tmp_path, folder):
+    model = load_model(folder)
+    spec = cache_spec_for(model, num_pages=4, page_size=4, dtype="float8_e4m3fn")
+    calibrate_kv_scales(model, [[1, 2, 3]], spec)
+    save_model(model, tmp_path / "ours")
+    assert_same_bits(flat(load_model(tmp_path / "ours")), flat(model))
 
 
 def test_the_tokenizer_travels_along(tmp_path, folder):

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
 from tqdm import tqdm
 
+from flax_paged.cache import KVScale
 from flax_paged.checkpoint.assign import path_name
 from flax_paged.checkpoint.report import collapse_names, nearest_name, section, shape_lines
 from flax_paged.checkpoint.source import FLOAT_DTYPES, main_dtype
@@ -25,8 +26,8 @@ from flax_paged.sharding import param_shardings
 
 WEIGHTS_FOLDER = "weights"
 _BATCH_BYTES = 64 << 20  # arrays up to this size together are read at once; a larger one alone
-# What a checkpoint holds: everything but the KV cache and random state, which belong to a run and not to a model.
-_SAVED = nnx.Not(nnx.Any(nnx.Cache, nnx.RngState))
+# What a checkpoint holds: everything but the KV cache, its scales and random state, which belong to a run and not to a model.
+_SAVED = nnx.Not(nnx.Any(nnx.Cache, KVScale, nnx.RngState))
 
 
 def is_orbax_folder(folder: str | Path) -> bool:
