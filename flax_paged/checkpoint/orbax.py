@@ -26,7 +26,7 @@ from flax_paged.sharding import param_shardings
 
 WEIGHTS_FOLDER = "weights"
 _BATCH_BYTES = 64 << 20  # arrays up to this size together are read at once; a larger one alone
-# What a checkpoint holds: everything but the KV cache, its scales and random state, which belong to a run and not to a model.
+# What a checkpoint holds: not the KV cache, its scales and random state, which belong to a run and not to a model.
 _SAVED = nnx.Not(nnx.Any(nnx.Cache, KVScale, nnx.RngState))
 
 
