@@ -17,7 +17,7 @@ QUICK = {"prompt": "Hello", "max_tokens": 2}
 @pytest.fixture
 def slow_engine(engine, monkeypatch):
     step = engine.step
-    monkeypatch.setattr(engine, "step", lambda: time.sleep(0.02) or step())
+    monkeypatch.setattr(engine, "step", lambda: time.sleep(0.05) or step())
     return engine
 
 
@@ -53,15 +53,20 @@ async def until_waiting(service, count):
         await asyncio.sleep(0.005)
 
 
-async def until_running(service, engine, count):
-    while engine.stats().num_running != count or service._engine.num_waiting:
-        await asyncio.sleep(0.005)
+async def start(client, service, engine, bodies):
+    """Ask one after the other, each when the one before it runs, so that nobody waits however busy the machine is."""
+    calls = []
+    for body in bodies:
+        calls.append(ask(client, body))
+        while engine.stats().num_running < len(calls) or service._engine.num_waiting:
+            assert not calls[-1].done(), calls[-1].result().text
+            await asyncio.sleep(0.005)
+    return calls
 
 
 def test_a_full_queue_refuses(slow_engine):
     async def scenario(client, service):
-        running = [ask(client, BODY) for _ in range(4)]
-        await until_running(service, slow_engine, 4)
+        running = await start(client, service, slow_engine, [BODY] * 4)
         waiting = [ask(client) for _ in range(2)]
         await until_waiting(service, 2)
         refused = await ask(client)
@@ -79,34 +84,34 @@ def test_a_full_queue_refuses(slow_engine):
 @pytest.mark.parametrize("streams", [False, True])
 def test_nobody_waits_longer_than_the_limit(slow_engine, streams):
     async def scenario(client, service):
-        running = [ask(client, BODY) for _ in range(4)]
-        await until_running(service, slow_engine, 4)
+        running = await start(client, service, slow_engine, [BODY] * 4)
         refused = await ask(client, {**QUICK, "stream": streams})
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         return refused
 
-    refused = run(slow_engine, scenario, queue_timeout=0.1)
-    assert refused.status_code == 429 and "waited 0.1 s without getting a turn" in error_of(refused)["message"]
+    refused = run(slow_engine, scenario, queue_timeout=1)
+    assert refused.status_code == 429 and "waited 1 s without getting a turn" in error_of(refused)["message"]
 
 
 def test_no_call_takes_longer_than_the_limit(slow_engine):
     async def scenario(client, service):
-        return await ask(client, BODY), await ask(client, {**BODY, "stream": True})
+        return await asyncio.gather(ask(client, BODY), ask(client, {**BODY, "stream": True}))
 
-    whole, streamed = run(slow_engine, scenario, request_timeout=1)
-    assert whole.status_code == 504 and "not finished within 1 s" in error_of(whole)["message"]
+    whole, streamed = run(slow_engine, scenario, request_timeout=3)
+    assert whole.status_code == 504 and "not finished within 3 s" in error_of(whole)["message"]
     *events, error, done = streamed.text.strip().split("\n\n")
     assert streamed.status_code == 200 and len(events) > 1 and done == "data: [DONE]"
-    assert "not finished within 1 s" in json.loads(error.removeprefix("data: "))["error"]["message"]
+    assert "not finished within 3 s" in json.loads(error.removeprefix("data: "))["error"]["message"]
 
 
 def test_what_runs_at_the_end_is_told(slow_engine):
     async def scenario(client, service):
-        calls = [ask(client, {**BODY, "stream": streams}) for streams in (False, True)]
-        await until_running(service, slow_engine, 2)
-        await asyncio.sleep(0.1)
+        calls = await start(client, service, slow_engine, [{**BODY, "stream": streams} for streams in (False, True)])
+        num_tokens = slow_engine.stats().num_sampled_tokens + 4
+        while slow_engine.stats().num_sampled_tokens < num_tokens:
+            await asyncio.sleep(0.005)
         service.refuse("The server is shutting down.")
         refused = await ask(client)
         await asyncio.to_thread(service.close)
