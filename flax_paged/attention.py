@@ -1,6 +1,7 @@
 """`PagedAttention`, the layer: owns a paged KV cache, writes this step's keys and values to it, attends over it."""
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -259,21 +260,43 @@ class PagedAttention(nnx.Module):
         return out
 
     def _attend_dense(self, q, k, v, positions, segment_ids) -> jax.Array:
-        return dense_attention(
-            q,
-            k,
-            v,
-            sm_scale=self.scale,
-            sliding_window=self.sliding_window,
-            soft_cap=self.soft_cap,
-            sinks=None if self.sinks is None else self.sinks[...],
-            alibi_slopes=None if self.alibi_slopes is None else jnp.asarray(self.alibi_slopes, jnp.float32),
-            attention_chunk_size=self.attention_chunk_size,
-            causal=self.attention_type == "decoder",
-            segment_ids=segment_ids,
-            q_positions=positions,
-            kv_positions=positions,
-        )
+        per_head = {}
+        if self.sinks is not None:
+            per_head["sinks"] = self.sinks[...]
+        if self.alibi_slopes is not None:
+            per_head["alibi_slopes"] = jnp.asarray(self.alibi_slopes, jnp.float32)
+
+        def run(q, k, v, per_head, positions, segment_ids):
+            return dense_attention(
+                q,
+                k,
+                v,
+                sm_scale=self.scale,
+                sliding_window=self.sliding_window,
+                soft_cap=self.soft_cap,
+                attention_chunk_size=self.attention_chunk_size,
+                causal=self.attention_type == "decoder",
+                segment_ids=segment_ids,
+                q_positions=positions,
+                kv_positions=positions,
+                implementation="xla" if self.implementation in ("xla", "reference") else None,
+                **per_head,
+            )
+
+        if self.mesh is not None:
+            # A kernel is not split by itself: heads go over their axis, rows over the others where they divide.
+            axis = mesh_axis("kv_heads", self.mesh)
+            others = tuple(name for name in self.mesh.axis_names if name != axis)
+            rows = others if q.shape[0] % math.prod(self.mesh.shape[name] for name in others) == 0 else None
+            heads = PartitionSpec(rows, None, axis)
+            run = jax.shard_map(
+                run,
+                mesh=self.mesh,
+                in_specs=(heads, heads, heads, PartitionSpec(axis), PartitionSpec(rows), PartitionSpec(rows)),
+                out_specs=heads,
+                check_vma=False,
+            )
+        return run(q, k, v, per_head, positions, segment_ids)
 
     def _attend_within_batch(self, q: jax.Array, k: jax.Array, v: jax.Array, metadata: PagedMetadata) -> jax.Array:
         if self.attention_type == "encoder_decoder":

@@ -55,6 +55,24 @@ def test_heads_split_over_two_devices_give_the_numbers_of_one(mesh):
     assert two.kv_cache[...].sharding.spec == PartitionSpec(None, None, "tensor", None)
 
 
+@pytest.mark.parametrize("axis", ["tensor", "data"])
+def test_dense_attention_split_over_two_devices_has_the_gradients_of_one(axis):
+    two_devices = jax.make_mesh((2,), (axis,), axis_types=(AxisType.Auto,))
+    one, two = (PagedAttention(4, 2, 8, sinks=True, sliding_window=5, mesh=mesh) for mesh in (None, two_devices))
+    keys = jax.random.split(jax.random.key(0), 3)
+    qkv = [jax.random.normal(key, (2, 6, heads, 8)) for key, heads in zip(keys, (4, 2, 2), strict=True)]
+    segment_ids = jnp.asarray([[1, 1, 1, 2, 2, 0]] * 2, jnp.int32)
+
+    def gradients(layer):
+        def loss(*qkv):
+            return (layer(*qkv, segment_ids=segment_ids) ** 2).sum()
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*qkv)
+
+    for a, b in zip(gradients(two), gradients(one), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 def test_heads_that_do_not_divide_name_both_numbers(mesh):
     with pytest.raises(ValueError, match="num_kv_heads=3.*2 devices of mesh axis 'tensor'"):
         PagedAttention(9, 3, 64, mesh=mesh)

@@ -6,6 +6,9 @@ from jax import lax
 
 from flax_paged.ops import dispatch
 from flax_paged.ops.ragged_paged_attention.rules import AttentionRules
+from flax_paged.ops.splash_attention import splash_attention, unsupported_reason
+
+IMPLEMENTATIONS = ("xla", "splash_tpu", "splash_tpu_interpret")
 
 
 def dense_attention(
@@ -23,6 +26,7 @@ def dense_attention(
     segment_ids: jax.Array | None = None,
     q_positions: jax.Array | None = None,
     kv_positions: jax.Array | None = None,
+    implementation: str | None = None,
 ) -> jax.Array:
     """Attend each row of a batch over its own keys; the same numbers as the paged form.
 
@@ -31,6 +35,10 @@ def dense_attention(
     over the keys j of the same segment where, distance being q_positions[i] - kv_positions[j], distance >= 0 if causal,
     |distance| < sliding_window, and both are in the same chunk, as far as these are asked for. Softmax and accumulation
     are in float32. A query that sees no key gives zeros.
+
+    "splash_tpu" is JAX's splash attention, which never writes the scores to memory, forward or backward. It masks by a
+    token's place in its row: the tokens of a segment must be neighbours and their positions must not fall, nor skip any
+    if there is a window or chunks. A row where they do gives NaN; "xla" takes any positions.
 
     Args:
         q: [B, L, H, D], floating point.
@@ -45,15 +53,39 @@ def dense_attention(
         causal: Whether later keys are hidden.
         segment_ids: i32[B, L]. Tokens attend within their own segment; needs M == L.
         q_positions: i32[B, L]; None means 0, 1, 2, ...
-        kv_positions: i32[B, M]; None means 0, 1, 2, ...
+        kv_positions: i32[B, M]; None means 0, 1, 2, ... Give both the same array in self-attention.
+        implementation: None ("splash_tpu" on a TPU where it does the job, else "xla"), "xla", "splash_tpu" or
+            "splash_tpu_interpret", which runs the kernel's code without a TPU.
 
     Returns:
         [B, L, H, D] in q's dtype.
 
     Raises:
-        ValueError: Shapes that do not fit.
+        ValueError: Shapes that do not fit, or an implementation that cannot run here.
+        NotImplementedError: The implementation asked for does not have a feature; "xla" has all.
     """
     _check(q, k, v, segment_ids, q_positions, kv_positions)
+    reason = unsupported_reason(
+        q, k, sliding_window=sliding_window, alibi_slopes=alibi_slopes, attention_chunk_size=attention_chunk_size,
+        causal=causal, same_positions=q_positions is kv_positions,
+    )  # fmt: skip
+    implementation = _choose_implementation(implementation, reason)
+    if implementation != "xla":
+        dtype = dispatch.product_dtype(q, k)
+        return splash_attention(
+            q.astype(dtype),
+            k.astype(dtype),
+            v.astype(dtype),
+            sm_scale=sm_scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            attention_chunk_size=attention_chunk_size,
+            causal=causal,
+            segment_ids=segment_ids,
+            positions=q_positions,
+            interpret=implementation == "splash_tpu_interpret",
+        ).astype(q.dtype)
     batch, num_queries, num_q_heads, head_dim = q.shape
     num_keys, num_kv_heads = k.shape[1:3]
     q_positions = _positions(q_positions, batch, num_queries)[:, :, None]
@@ -85,6 +117,21 @@ def dense_attention(
         preferred_element_type=jnp.float32,
     )  # fmt: skip
     return out.reshape(q.shape).astype(q.dtype)
+
+
+def _choose_implementation(implementation, unsupported) -> str:
+    if implementation is None:
+        return "splash_tpu" if jax.default_backend() == "tpu" and unsupported is None else "xla"
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation={implementation!r}: expected None or one of {', '.join(IMPLEMENTATIONS)}.")
+    if implementation != "xla" and unsupported is not None:
+        raise NotImplementedError(f"{implementation=} cannot do this: {unsupported}; use 'xla'.")
+    if implementation == "splash_tpu" and jax.default_backend() != "tpu":
+        raise ValueError(
+            f"implementation='splash_tpu' needs a TPU, but the backend is {jax.default_backend()!r}; use 'xla', or"
+            " 'splash_tpu_interpret' to run the kernel's code without one."
+        )
+    return implementation
 
 
 def _positions(positions, batch, num_tokens):
