@@ -29,9 +29,9 @@ _COMPILER_VMEM = 2 * _MIB
 TUNED: dict[tuple[str, int, int, int, int], tuple[int, int]] = {}
 
 # Bytes of K and V that one block of pages aims at. Larger blocks hide more latency and waste more of short contexts.
-_BLOCK_BYTES = {2: 4 * _MIB, 4: 2 * _MIB}
+_BLOCK_BYTES = {1: 2 * _MIB, 2: 4 * _MIB, 4: 2 * _MIB}
 # The 7x moves memory so fast that the fixed cost of a block shows.
-_BLOCK_BYTES_7X = {2: 8 * _MIB, 4: 2 * _MIB}
+_BLOCK_BYTES_7X = {1: 4 * _MIB, 2: 8 * _MIB, 4: 2 * _MIB}
 _PREFILL_TOKENS = 512
 # Rows of queries in one matrix product: more of them hide the latencies of one another, and make more code. A float32
 # product is six passes.
@@ -157,13 +157,14 @@ def choose_block_sizes(
     if not problem.decode_only:
         queries = -(-(num_queries_per_block or tuned_queries or _default_queries(problem)) // 16) * 16
 
+    fewest_queries = 8 if min(problem.q_bytes, problem.kv_bytes) == 4 else 16  # rows of a tile
     while vmem_bytes(problem, pages, queries) > budget:
         if queries > 16 and not num_queries_per_block and (queries > 64 or num_kv_pages_per_block):
             queries = queries // 2 // 16 * 16
         elif pages > problem.page_unit and not num_kv_pages_per_block:
             pages = pages // 2 // problem.page_unit * problem.page_unit
-        elif queries > 16 and not num_queries_per_block:
-            queries = queries // 2 // 16 * 16
+        elif queries > fewest_queries and not num_queries_per_block:
+            queries = queries // 2 // fewest_queries * fewest_queries
         else:
             raise ValueError(
                 f"The kernel's buffers take {vmem_bytes(problem, pages, queries)} bytes of VMEM with {pages} pages and"
