@@ -11,9 +11,12 @@ import sys
 import time
 from pathlib import Path
 
+from flax import nnx
+
 from flax_paged import Engine, load_model, load_tokenizer
 from flax_paged.generation import use_compilation_cache
 from flax_paged.loading import load_model_shape
+from flax_paged.training import load_adapter, read_adapter, stack_lora
 
 try:
     from flax_paged.serving import ServerOptions, Service, free_memory, open_socket, plan_memory, serve
@@ -51,6 +54,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Serve a model over HTTP, as OpenAI's API.")
     add = parser.add_argument
     add("--model", required=True, help="folder (Orbax or Hugging Face), GGUF file, Hugging Face id, or 'smollm2'")
+    add(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="[NAME=]FOLDER",
+        help="a LoRA adapter; NAME is its model name in the API, and there may be several (without, it is always used)",
+    )
     add("--served-model-name", metavar="NAME", help="the model's name in the API (the last part of --model)")
     add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine only)")
     add("--port", type=int, default=8000, help="port to listen on; 0 for any (8000)")
@@ -85,6 +95,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
     """Make the ServerOptions that the command line asks for."""
     return ServerOptions(
         model_name=args.served_model_name or Path(args.model).name,
+        adapter_names=tuple(name for name, _ in named_adapters(args)),
         api_key=args.api_key or os.environ.get("FLAX_PAGED_API_KEY") or None,
         max_body_bytes=args.max_body_bytes,
         body_timeout=args.body_timeout,
@@ -96,6 +107,26 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         allowed_origins=tuple(args.allowed_origins),
         log_prompts=args.log_prompts,
     )
+
+
+def named_adapters(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """Return name and folder of the adapters that calls choose by name.
+
+    Raises:
+        ValueError: One of several adapters has no name.
+    """
+    named = [tuple(text.split("=", 1)) for text in args.adapter if "=" in text]
+    if len(named) < len(args.adapter) and len(args.adapter) > 1:
+        raise ValueError(f"--adapter {' '.join(args.adapter)}: expected NAME=FOLDER for each of several.")
+    return named
+
+
+def load_adapters(args: argparse.Namespace, model: nnx.Module) -> None:
+    """Put the adapters on the model, side by side where they have names."""
+    if named := named_adapters(args):
+        stack_lora(model, [read_adapter(model, folder) for _, folder in named])
+    elif args.adapter:
+        load_adapter(model, args.adapter[0])
 
 
 def load_engine(args: argparse.Namespace, address: str) -> Engine:
@@ -120,8 +151,10 @@ def load_engine(args: argparse.Namespace, address: str) -> Engine:
     }
     plan = plan_memory(shape, num_pages=args.num_pages, vocab_size=shape.config.vocab_size, **sizes)
     plan.check(*free_memory())
+    model = load_model(args.model, dtype=args.dtype)
+    load_adapters(args, model)
     engine = Engine(
-        load_model(args.model, dtype=args.dtype),
+        model,
         load_tokenizer(args.model),
         num_pages=plan.num_pages,
         num_speculative_tokens=args.num_speculative_tokens,

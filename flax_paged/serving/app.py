@@ -106,18 +106,20 @@ def _add_routes(app: FastAPI) -> None:
     async def metrics(service: _Service) -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    def model_card(service: Service) -> dict[str, Any]:
-        card = {"id": service.options.model_name, "object": "model", "created": created, "owned_by": "flax_paged"}
-        return {**card, "max_model_len": service.engine.max_model_len}
+    def model_card(service: Service, name: str) -> dict[str, Any]:
+        card = {"id": name, "object": "model", "created": created, "owned_by": "flax_paged"}
+        parent = {"parent": service.options.model_name} if name in service.options.adapter_names else {}
+        return {**card, "max_model_len": service.engine.max_model_len, **parent}
 
     @app.get("/v1/models", responses=_ERRORS)
     async def models(service: _Service) -> Response:
-        return json_response({"object": "list", "data": [model_card(service)]})
+        names = (service.options.model_name, *service.options.adapter_names)
+        return json_response({"object": "list", "data": [model_card(service, name) for name in names]})
 
     @app.get("/v1/models/{model:path}", responses=_ERRORS)
     async def model(service: _Service, model: str) -> Response:
         service.check_model(model)
-        return json_response(model_card(service))
+        return json_response(model_card(service, model))
 
     @app.post("/v1/completions", responses=_ERRORS)
     async def completions(service: _Service, body: CompletionRequest, request: Request) -> Response:

@@ -1,5 +1,6 @@
 """POST /v1/chat/completions."""
 
+import dataclasses
 from typing import Any
 
 from starlette.requests import Request
@@ -19,8 +20,8 @@ async def chat(service: Service, body: ChatRequest, request: Request, call_id: s
     Raises:
         ApiError: The call is refused.
     """
-    service.check_model(body.model)
-    params = chat_params(body, service.engine)
+    adapter_id = service.check_model(body.model)
+    params = dataclasses.replace(chat_params(body, service.engine), adapter_id=adapter_id)
     prompt = await encode_chat(service, body.messages, body.add_generation_prompt, body.chat_template_kwargs)
     pieces = service.answer([prompt], params, priority=body.priority, cache_salt=body.cache_salt)
     writer = _Writer(service, body, call_id)
@@ -51,7 +52,7 @@ class _Writer:
         self.usage = Usage()
         self._tokenizer = service.tokenizer
         self._num_top = (body.top_logprobs or 0) if body.logprobs else None
-        model = service.options.model_name
+        model = body.model or service.options.model_name
         self._chunk = envelope("chat.completion.chunk", call_id, model)
         self._whole = envelope("chat.completion", call_id, model)
         self._begun: set[int] = set()

@@ -1,5 +1,6 @@
 """POST /v1/completions."""
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,9 +22,9 @@ async def complete(service: Service, body: CompletionRequest, request: Request, 
     Raises:
         ApiError: The call is refused.
     """
-    service.check_model(body.model)
+    adapter_id = service.check_model(body.model)
     prompts = _prompts(body)
-    params = completion_params(body, service.engine)
+    params = dataclasses.replace(completion_params(body, service.engine), adapter_id=adapter_id)
     token_ids = await service.in_thread(_encode, service.tokenizer, prompts, body.add_special_tokens)
     pieces = service.answer(token_ids, params, priority=body.priority, cache_salt=body.cache_salt)
     writer = _Writer(service, body, call_id, prompts)
@@ -51,7 +52,7 @@ class _Writer:
         self._prompts = prompts
         self._n = body.n or 1
         self._is_about_the_prompt = body.max_tokens == 0
-        self._envelope = envelope("text_completion", call_id, service.options.model_name)
+        self._envelope = envelope("text_completion", call_id, body.model or service.options.model_name)
         self._num_chars: dict[int, int] = {}  # of the text that each choice has got, in tokens' texts
         self._includes_usage = body.stream_options is not None and body.stream_options.include_usage
 

@@ -9,6 +9,7 @@ class ServerOptions:
 
     Args:
         model_name: The model's name in the API.
+        adapter_names: Names in the API of the model's stacked LoRA adapters, in their order.
         api_key: Calls must bring it as `Authorization: Bearer ...`; None lets everybody in. The chat page and /health
             need no key.
         max_body_bytes: Larger bodies are refused with 413.
@@ -26,6 +27,7 @@ class ServerOptions:
     """
 
     model_name: str
+    adapter_names: tuple[str, ...] = ()
     api_key: str | None = None
     max_body_bytes: int = 4 * 2**20
     body_timeout: float = 30.0
@@ -40,6 +42,11 @@ class ServerOptions:
     def __post_init__(self):
         if not self.model_name:
             raise ValueError("ServerOptions(model_name=''): expected a name.")
+        names = (self.model_name, *self.adapter_names)
+        if "" in names or len(set(names)) < len(names):
+            raise ValueError(
+                f"ServerOptions(model_name, adapter_names) are {names}: expected names that all differ, none empty."
+            )
         if self.api_key == "":
             raise ValueError("ServerOptions(api_key=''): expected a key, or None to let everybody in.")
         for name in ("max_body_bytes", "max_num_answers", "max_num_waiting"):

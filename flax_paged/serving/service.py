@@ -77,10 +77,12 @@ class Service:
         """The model's tokenizer."""
         return self.engine.tokenizer
 
-    def check_model(self, name: str | None) -> None:
-        """Refuse a call that asks for another model (404)."""
-        if name is not None and name != self.options.model_name:
+    def check_model(self, name: str | None) -> int:
+        """Return the adapter that answers to a model's name, 0 for none; refuse a name that is not served (404)."""
+        names = (self.options.model_name, *self.options.adapter_names)
+        if name is not None and name not in names:
             raise ApiError(404, f"The model `{name}` does not exist.", param="model", code="model_not_found")
+        return 0 if name is None else names.index(name)
 
     async def in_thread(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         """Call something of the tokenizer without holding up the event loop; its ValueError is the client's fault."""
