@@ -123,6 +123,7 @@ class BatchLimits:
         max_model_len: Tokens of the longest sequence.
         max_logit_entries: Most tokens of a sequence whose logits are changed one by one.
         has_adapters: Whether each token has an adapter id.
+        vocab_size: V.
     """
 
     page_size: int
@@ -130,6 +131,7 @@ class BatchLimits:
     max_model_len: int
     max_logit_entries: int
     has_adapters: bool = False
+    vocab_size: int = 0
 
 
 def build_batch(items: Sequences[ScheduledSequence], bucket: Bucket, limits: BatchLimits) -> Batch:
@@ -175,6 +177,7 @@ def build_batch(items: Sequences[ScheduledSequence], bucket: Bucket, limits: Bat
         bucket.num_rows,
         max_history=limits.max_model_len,
         max_entries=limits.max_logit_entries,
+        vocab_size=limits.vocab_size,
     )
     return Batch(tokens, is_pending, previous_rows, metadata, sampling, adapter_ids)
 

@@ -1,6 +1,7 @@
 """`Engine`: continuous batching of many requests over one module."""
 
 import dataclasses
+import functools
 import itertools
 import logging
 import random
@@ -13,6 +14,7 @@ from flax import nnx
 from tqdm import tqdm
 
 from flax_paged.generation.drafts import NgramDrafter
+from flax_paged.generation.grammar import JsonGrammars
 from flax_paged.generation.outputs import LogprobsOfToken, RequestOutput
 from flax_paged.generation.pages import PagePool
 from flax_paged.generation.prompts import Prompt, as_list_of_prompts, tokenize_prompt
@@ -222,6 +224,17 @@ class Engine:
         self._enqueue(request)
         return request.request_id
 
+    def compile_json_schema(self, schema: str) -> None:
+        """Compile the schema of a request to come, which takes up to a second; any thread may call this.
+
+        Args:
+            schema: As `SamplingParams.json_schema` holds it.
+
+        Raises:
+            ValueError: The schema cannot be followed.
+        """
+        self._grammars.compile(schema)
+
     def abort(self, request_id: str) -> None:
         """End a request now; its pages are free at once. Names of finished or unknown requests are ignored."""
         self._news.pop(request_id, None)
@@ -313,8 +326,8 @@ class Engine:
             finished, self._in_flight = self._in_flight, launched
             if finished:
                 self._postprocess(finished)
-            if self._num_speculative_tokens:
-                self._settle()  # what to guess next depends on what was said
+            if self._num_speculative_tokens or any(item.sequence.grammar for item in schedule.items):
+                self._settle()  # what to guess, or may be said, next depends on what was said
         except Exception:
             self._recover()
             raise
@@ -474,6 +487,7 @@ class Engine:
         if request_id in self._requests:
             raise ValueError(f"request_id={request_id!r} is in use by a request that is not finished.")
         self._check_params(params)
+        grammars = [self._grammars.compile(params.json_schema) for _ in range(params.n)] if params.json_schema else []
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
         max_num_tokens = self.max_model_len
         if params.max_tokens is not None:
@@ -491,6 +505,7 @@ class Engine:
                 index=index,
                 salt=(cache_salt, params.adapter_id),
                 bad_words=self._bad_words(params),
+                grammar=grammars[index] if grammars else None,
             )
             for index in range(params.n)
         ]
@@ -502,7 +517,8 @@ class Engine:
             )
         for sequence in sequences:
             sequence.leader = sequences[0] if sequence.index else None
-            sequence.drafter = NgramDrafter(self._num_speculative_tokens) if self._num_speculative_tokens else None
+            if self._num_speculative_tokens and sequence.grammar is None:
+                sequence.drafter = NgramDrafter(self._num_speculative_tokens)
         return Request(request_id, text, sequences, self.tokenizer)
 
     def _check_params(self, params: SamplingParams) -> None:
@@ -524,6 +540,10 @@ class Engine:
         for token_id in named:
             if token_id >= self.vocab_size:
                 raise ValueError(f"The sampling params name token id {token_id}; expected less than {self.vocab_size}.")
+
+    @functools.cached_property
+    def _grammars(self) -> JsonGrammars:
+        return JsonGrammars(self.tokenizer, self.vocab_size, self.eos_token_ids)
 
     def _bad_words(self, params: SamplingParams) -> list[tuple[int, ...]]:
         """Token ids of each bad word, as it is written at the beginning of a text and after a space."""

@@ -31,7 +31,7 @@ class CompletionOutput:
         text: The answer's text, without the end-of-sequence or stop token; empty if the engine has no tokenizer.
         token_ids: The answer's tokens, with the one that ended it.
         finish_reason: "stop" (an end-of-sequence or stop token, or a stop text), "length" (max_tokens or
-            max_model_len), "abort", or None while it runs.
+            max_model_len), "abort", "error" (a JSON schema's grammar became too complex), or None while it runs.
         stop_reason: The id of the stop token or the stop text that ended it; None for an end-of-sequence id.
         logprobs: For each token, its log-probability and those of the most likely tokens; None if not asked for.
         cumulative_logprob: Sum of the log-probabilities of `token_ids`; None if not asked for.

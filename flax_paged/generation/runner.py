@@ -149,6 +149,7 @@ class ModelRunner:
         )
         init_cache(own, cache_spec_for(own, num_pages=num_pages, page_size=page_size, dtype=kv_cache_dtype))
         self.vocab_size = _vocab_size(own, self._batch([], self.buckets.all()[0]))
+        self._limits = dataclasses.replace(self._limits, vocab_size=self.vocab_size)
         self.max_logprobs = min(max_logprobs, self.vocab_size)
         step = functools.partial(_sample_next, max_logprobs=self.max_logprobs)
         self._step = CompiledStep(own, step, name="engine_step")

@@ -44,7 +44,7 @@ def sample(
     """Choose a token in each row.
 
     The order is vLLM's: log-probabilities are those of the model's own logits; then bans, allowed tokens and bias; then
-    the repetition, frequency and presence penalties; then temperature, min-p, top-k and top-p.
+    grammars; then the repetition, frequency and presence penalties; then temperature, min-p, top-k and top-p.
 
     Args:
         logits: [N, V], any float dtype.
@@ -56,7 +56,8 @@ def sample(
         SampledTokens. Greedy rows get the first of the most likely tokens, the others a draw from what is left.
     """
     raw = logits.astype(jnp.float32)
-    is_plain = ~(jnp.any(inputs.temperature >= GREEDY_BELOW) | _has_entries(inputs) | _has_penalties(inputs))
+    has_rules = _has_entries(inputs) | _has_penalties(inputs) | jnp.any(inputs.has_grammar)
+    is_plain = ~(jnp.any(inputs.temperature >= GREEDY_BELOW) | has_rules)
     # One branch around everything: a branch that returned logits would copy them.
     token_ids = jax.lax.cond(is_plain, lambda: _argmax(raw), lambda: _sample_any(raw, inputs, last_token_ids))
     reported = jnp.where(inputs.has_target, inputs.target_ids, token_ids)
@@ -64,7 +65,8 @@ def sample(
 
 
 def _sample_any(logits: jax.Array, inputs: SamplingInputs, last_token_ids: jax.Array) -> jax.Array:
-    logits = _penalize(_apply_entries(logits, inputs, last_token_ids), inputs, last_token_ids)
+    logits = _apply_grammars(_apply_entries(logits, inputs, last_token_ids), logits, inputs)
+    logits = _penalize(logits, inputs, last_token_ids)
     greedy = _argmax(logits)
     is_greedy = inputs.temperature < GREEDY_BELOW
 
@@ -100,6 +102,19 @@ def _apply_entries(logits: jax.Array, inputs: SamplingInputs, last_token_ids: ja
         return jnp.where(is_banned, -jnp.inf, logits.at[rows, inputs.entry_ids].add(values))
 
     return jax.lax.cond(_has_entries(inputs), apply, lambda: logits)
+
+
+def _apply_grammars(logits: jax.Array, raw: jax.Array, inputs: SamplingInputs) -> jax.Array:
+    """Ban what a row's grammar does not allow. Where nothing is left, the rules before give way: `raw` is without."""
+
+    def apply() -> jax.Array:
+        bits = (inputs.grammar_masks[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None]) & 1
+        allowed = bits.reshape(bits.shape[0], -1)[:, : logits.shape[1]] > 0
+        is_possible = jnp.any(allowed & (logits > -jnp.inf), axis=1, keepdims=True)
+        ruled = jnp.where(allowed, jnp.where(is_possible, logits, raw), -jnp.inf)
+        return jnp.where(inputs.has_grammar[:, None], ruled, logits)
+
+    return jax.lax.cond(jnp.any(inputs.has_grammar), apply, lambda: logits)
 
 
 def _penalize(logits: jax.Array, inputs: SamplingInputs, last_token_ids: jax.Array) -> jax.Array:

@@ -36,6 +36,8 @@ class SamplingInputs:
         entry_conditions: i32[N, B]. The entry counts only after this token; after any if negative.
         entry_allows: bool[N, B]. Whether the entry's token is allowed in a restricted row.
         is_restricted: bool[N]. Whether only allowed tokens can be sampled.
+        grammar_masks: i32[N, ceil(V / 32)]. Tokens that the row's grammar allows, a bit each; see `Grammar.allowed`.
+        has_grammar: bool[N].
         target_ids: i32[N]. Tokens whose log-probability is wanted, instead of the sampled one's, where `has_target`.
         has_target: bool[N].
         wants_logprobs: bool[1]. Whether any row's log-probabilities are wanted.
@@ -58,6 +60,8 @@ class SamplingInputs:
     entry_conditions: Any  # i32[N, B]
     entry_allows: Any  # bool[N, B]
     is_restricted: Any  # bool[N]
+    grammar_masks: Any  # i32[N, ceil(V / 32)]
+    has_grammar: Any  # bool[N]
     target_ids: Any  # i32[N]
     has_target: Any  # bool[N]
     wants_logprobs: Any  # bool[1]
@@ -83,7 +87,7 @@ class SamplingRow:
 
 
 def build_sampling_inputs(
-    rows: Sequences[SamplingRow], num_rows: int, *, max_history: int, max_entries: int
+    rows: Sequences[SamplingRow], num_rows: int, *, max_history: int, max_entries: int, vocab_size: int
 ) -> SamplingInputs:
     """Lay rows out in arrays.
 
@@ -92,11 +96,12 @@ def build_sampling_inputs(
         num_rows: N.
         max_history: L, at least the longest sequence.
         max_entries: B, at least the most entries of a row.
+        vocab_size: V.
 
     Returns:
         SamplingInputs of numpy arrays; large ones that no row needs are constants that stay on the device.
     """
-    arrays = _off(num_rows, max_history, max_entries)
+    arrays = _off(num_rows, max_history, max_entries, vocab_size)
     sampled = [row for row in rows if row.target_id is None]
     for row in sampled:
         _set_sampler(arrays, row)
@@ -109,6 +114,7 @@ def build_sampling_inputs(
         _set_entries(arrays, entries, (num_rows, max_entries))
     for row in sampled:
         arrays["is_restricted"][row.row] = row.sequence.params.allowed_token_ids is not None
+    _set_grammars(arrays, [row for row in sampled if row.sequence.grammar is not None])
     for row in rows:
         if row.target_id is not None:
             arrays["target_ids"][row.row], arrays["has_target"][row.row] = row.target_id, True
@@ -118,7 +124,7 @@ def build_sampling_inputs(
     return SamplingInputs(**arrays)
 
 
-def _off(num_rows: int, max_history: int, max_entries: int) -> dict[str, Any]:
+def _off(num_rows: int, max_history: int, max_entries: int, vocab_size: int) -> dict[str, Any]:
     return {
         "temperature": np.zeros(num_rows, np.float32),
         "top_k": np.zeros(num_rows, np.int32),
@@ -137,6 +143,8 @@ def _off(num_rows: int, max_history: int, max_entries: int) -> dict[str, Any]:
         "entry_conditions": _zeros((num_rows, max_entries), "int32"),
         "entry_allows": _zeros((num_rows, max_entries), "bool"),
         "is_restricted": np.zeros(num_rows, bool),
+        "grammar_masks": _zeros((num_rows, -(-vocab_size // 32)), "int32"),
+        "has_grammar": np.zeros(num_rows, bool),
         "target_ids": np.zeros(num_rows, np.int32),
         "has_target": np.zeros(num_rows, bool),
         "wants_logprobs": np.zeros(1, bool),
@@ -175,6 +183,14 @@ def _set_entries(arrays: dict[str, Any], entries: dict[int, list], shape: tuple[
         for column, entry in enumerate(listed):
             for name, value in zip(names, dataclasses.astuple(entry), strict=True):
                 arrays[name][i, column] = value
+
+
+def _set_grammars(arrays: dict[str, Any], rows: list[SamplingRow]) -> None:
+    if rows:
+        arrays["grammar_masks"] = np.zeros(arrays["grammar_masks"].shape, np.int32)
+    for row in rows:
+        arrays["grammar_masks"][row.row] = row.sequence.grammar.allowed
+        arrays["has_grammar"][row.row] = True
 
 
 @functools.lru_cache(maxsize=256)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import math
 import numbers
 from collections.abc import Mapping, Sequence
@@ -15,9 +16,9 @@ GREEDY_BELOW = 1e-5
 class SamplingParams:
     """How one request is sampled and when it stops. Names and meanings are vLLM's.
 
-    Logits pass, in this order: allowed tokens, bad words, min_tokens and logit bias; repetition, frequency and presence
-    penalty; temperature; min-p, top-k, top-p; then one token is drawn. Tokens that tie with the last one kept are kept
-    too.
+    Logits pass, in this order: allowed tokens, bad words, min_tokens and logit bias; the JSON schema; repetition,
+    frequency and presence penalty; temperature; min-p, top-k, top-p; then one token is drawn. Tokens that tie with the
+    last one kept are kept too.
 
     Args:
         n: Answers to the prompt; they share its pages.
@@ -44,6 +45,9 @@ class SamplingParams:
             it, is banned where the tokens before it have been said.
         logit_bias: Token id -> what is added to its logit.
         allowed_token_ids: The only tokens that may be said.
+        json_schema: The answer is JSON of this schema (a mapping, or JSON); {"type": "object"} is any object. Only
+            `max_tokens` or a stop of your own can cut it short; and where other rules leave no token that the schema
+            allows, they give way. Needs the package llguidance; see docs/generation.md.
         logprobs: Report the log-probability of each token said, and of this many most likely ones.
         prompt_logprobs: Report the log-probability of each prompt token, and of this many most likely ones. Such a
             prompt is computed in full, whatever the prefix cache holds.
@@ -73,6 +77,7 @@ class SamplingParams:
     bad_words: Sequence[str] = ()
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
+    json_schema: Mapping[str, Any] | str | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
@@ -136,6 +141,10 @@ class SamplingParams:
             set_field("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
             if not self.allowed_token_ids:
                 raise ValueError("SamplingParams(allowed_token_ids=[]): expected at least one id, or None for all.")
+        if self.json_schema is not None:
+            set_field("json_schema", _json_of_schema(self.json_schema))
+            if self.ignore_eos:
+                raise ValueError("SamplingParams(json_schema=..., ignore_eos=True): expected one; JSON has an end.")
         if self.logit_bias is not None:
             _token_ids("logit_bias", list(self.logit_bias))
             set_field("logit_bias", {int(token): float(value) for token, value in self.logit_bias.items()})
@@ -162,6 +171,19 @@ def _token_ids(name: str, values: Sequence[int]) -> tuple[int, ...]:
     if any(v < 0 for v in values):
         raise ValueError(f"SamplingParams({name}={values!r}): expected token ids, 0 or more.")
     return tuple(int(v) for v in values)
+
+
+def _json_of_schema(schema: Mapping[str, Any] | str) -> str:
+    if not isinstance(schema, Mapping | str):
+        raise TypeError(f"SamplingParams(json_schema={schema!r}): expected a mapping, or JSON.")
+    try:
+        schema = json.loads(schema) if isinstance(schema, str) else dict(schema)
+        text = json.dumps(schema, allow_nan=False)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"SamplingParams(json_schema=...): expected JSON: {error}") from None
+    if not isinstance(schema, dict):
+        raise ValueError(f"SamplingParams(json_schema={text[:80]!r}): expected an object.")
+    return text
 
 
 def _texts(name: str, values: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from collections.abc import Collection, Hashable
 from collections.abc import Sequence as Tokens
 
 from flax_paged.generation.drafts import NgramDrafter
+from flax_paged.generation.grammar import Grammar
 from flax_paged.generation.logit_rules import LogitEntry, LogitRules
 from flax_paged.generation.pages import PrefixNode
 from flax_paged.generation.sampling_params import SamplingParams
@@ -37,6 +38,7 @@ class Sequence:
         index: Number of the answer within its request.
         salt: Only sequences of equal salt share cached prefixes.
         bad_words: Token sequences that must not appear in the answer.
+        grammar: What the answer may say; None for anything.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Sequence:
         index: int = 0,
         salt: Hashable = None,
         bad_words: Tokens[Tokens[int]] = (),
+        grammar: Grammar | None = None,
     ):
         self.request_id = request_id
         self.index = index
@@ -61,6 +64,7 @@ class Sequence:
         self.max_num_tokens = max_num_tokens
         self.eos_token_ids = frozenset(eos_token_ids)
         self.rules = LogitRules(params, self.eos_token_ids | set(params.stop_token_ids), bad_words)
+        self.grammar = grammar
         self.rank = (priority, arrival, index)  # lower goes first and is preempted last
         self.token_ids = list(prompt_token_ids)
         self.prompt_len = len(self.token_ids)
@@ -95,8 +99,8 @@ class Sequence:
     @property
     def num_decode_steps(self) -> int:
         """Steps that it can decode in one call, at least 1: up to its last token, while its rules stay the same."""
-        if self.params.has_penalties:
-            return 1  # they count tokens that the host must know
+        if self.params.has_penalties or self.grammar is not None:
+            return 1  # they follow from tokens that the host must know
         num_same = self.rules.num_steps_alike(self.num_tokens - self.prompt_len)
         return max(min(num_same, self.max_num_tokens - self.num_tokens), 1)
 
@@ -139,6 +143,9 @@ class Sequence:
             self.finish_reason, self.stop_reason = "stop", token_id
         elif len(self.token_ids) >= self.max_num_tokens:
             self.finish_reason = "length"
+        elif self.grammar is not None:
+            self.grammar.advance(token_id)
+            self.finish_reason = "error" if self.grammar.error else None
 
     def __repr__(self):
         return (

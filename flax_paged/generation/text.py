@@ -107,6 +107,11 @@ class Tokenizer:
         """Whether the checkpoint comes with a chat template."""
         return bool(self._chat_template)
 
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        """Ids of the special tokens, which `decode` leaves out unless told otherwise."""
+        return frozenset(self._special_ids)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text.
 

@@ -80,7 +80,7 @@ def test_distribution_is_exact(draw, name, is_pending):
         sequence = Sequence("0", PROMPT, params, seed=i, max_num_tokens=99, eos_token_ids=[EOS], bad_words=bad_words)
         sequence.token_ids += OUTPUT[:-1] if is_pending else OUTPUT
         rows.append(SamplingRow(i, sequence, len(PROMPT + OUTPUT)))
-    inputs = build_sampling_inputs(rows, NUM_ROWS, max_history=8, max_entries=8)
+    inputs = build_sampling_inputs(rows, NUM_ROWS, max_history=8, max_entries=8, vocab_size=32)
     tokens = draw(np.tile(LOGITS, (NUM_ROWS, 1)), inputs, np.full(NUM_ROWS, OUTPUT[-1], np.int32))
     statistic, limit = chi_square(np.bincount(tokens, minlength=SIZE), softmax(logits))
     assert statistic < limit

@@ -26,7 +26,7 @@ def make_row(row, tokens, prompt_len, num_pending=0, bad_words=(), **params):
 
 
 def changed_logits(rows, tokens_of_rows, logits):
-    inputs = build_sampling_inputs(rows, len(logits), max_history=16, max_entries=16)
+    inputs = build_sampling_inputs(rows, len(logits), max_history=16, max_entries=16, vocab_size=logits.shape[1])
     last = np.array([tokens[-1] for tokens in tokens_of_rows], np.int32)
 
     @jax.jit

@@ -15,7 +15,7 @@ from flax_paged.generation.sampling_inputs import build_sampling_inputs
 
 def make_inputs(num_rows, *, seeds=None, counters=0, **fields):
     """SamplingInputs with everything off but the fields given, which may be one value for all rows."""
-    off = build_sampling_inputs([], num_rows, max_history=8, max_entries=4)
+    off = build_sampling_inputs([], num_rows, max_history=8, max_entries=4, vocab_size=1 << 16)
     arrays = {
         name: np.broadcast_to(np.asarray(value, getattr(off, name).dtype), num_rows) for name, value in fields.items()
     }

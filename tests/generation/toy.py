@@ -9,7 +9,7 @@ import tokenizers
 from flax import nnx
 
 from flax_paged.attention import PagedAttention
-from flax_paged.generation.text import Tokenizer
+from flax_paged.generation.text import _BYTE_OF_CHARACTER, Tokenizer
 from flax_paged.metadata import SequenceSlice, build_metadata
 
 VOCAB_SIZE = 61
@@ -69,6 +69,20 @@ def letter_tokenizer(adds_bos: bool = True) -> Tokenizer:
     backend.decoder = tokenizers.decoders.ByteLevel()
     backend.add_special_tokens(["<s>", "</s>"])
     config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": adds_bos}
+    return Tokenizer({"tokenizer.json": backend.to_str(), "tokenizer_config.json": json.dumps(config)})
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Token id i is the byte i; some longer tokens follow, which no text is encoded to but a model may say."""
+    character_of = {byte: character for character, byte in _BYTE_OF_CHARACTER.items()}
+    longer = ['{"', '":', '": ', '", "', '"}', "\n  ", "ab", "12", ".5", "true", "null", "é", "😀", "}\n"]
+    tokens = [bytes([byte]) for byte in range(256)] + [text.encode() for text in longer]
+    vocab = {"".join(character_of[byte] for byte in token): index for index, token in enumerate(tokens)}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>", "<pad>"])
+    config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
     return Tokenizer({"tokenizer.json": backend.to_str(), "tokenizer_config.json": json.dumps(config)})
 
 
