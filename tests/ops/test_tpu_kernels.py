@@ -6,6 +6,7 @@ Pages and blocks are small, so that every sequence of some length takes several 
 import jax
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from oracle import BF16, KV16_MIXED, assert_close, make_ragged_batch, ragged_paged_attention_oracle
 from tpu_interpret_tools import MODES, RaceError, attend, update
 
@@ -146,6 +147,27 @@ def test_decode_fetches_only_the_windows_pages(window, max_query_len):
         tables[2, 130 // 8] = 10_000
         with pytest.raises(Exception, match=r"[Oo]ut.of.bounds"):
             attend(batch, block_tables=tables, **options)
+
+
+@pytest.mark.parametrize("window", [8, 20])
+@pytest.mark.parametrize("max_query_len", [1, None])
+def test_a_window_is_fetched_with_as_many_copies_as_it_has_pages(monkeypatch, window, max_query_len):
+    """Counted as they run: every copy of a whole page that the kernel makes."""
+    sizes, execute_read = [], interpret_pallas_call.DMA.execute_read
+
+    def counting_read(dma):
+        is_new = dma.data is None
+        execute_read(dma)
+        if is_new:
+            sizes.append(dma.data.nbytes)
+
+    monkeypatch.setattr(interpret_pallas_call.DMA, "execute_read", counting_read)
+    batch = make_ragged_batch(DECODE, num_q_heads=2, num_kv_heads=2, head_dim=128, page_size=8)
+    options = {"sliding_window": window, "num_kv_pages_per_block": 8, "max_query_len": max_query_len}
+    check(batch, attend(batch, **options), options, 1.0)
+    pages_of = [-(-n // 8) - max(n - window, 0) // 8 for _, n in DECODE]
+    assert sizes.count(batch.kv_pages[0].nbytes) == sum(pages_of)
+    assert all(num_pages <= -(-window // 8) + 1 for num_pages in pages_of)
 
 
 def test_prefill_fetches_nothing_past_the_causal_edge():
