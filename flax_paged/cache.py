@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx import reprlib
 
-from flax_paged.ops.page_layout import MAX_PACKED_HEAD_DIM, NUM_LANES
+from flax_paged.ops.page_layout import MAX_PACKED_HEAD_DIM, NUM_LANES, tokens_per_group
 from flax_paged.ops.quantization import is_quantized
 
 # Half of a TPU core's 1 MiB of SMEM may hold a step's block tables (the rule of the vLLM Pallas backend).
@@ -90,16 +90,19 @@ class CacheSpec:
     def _choose_layout(self, is_for_tpu: bool) -> None:
         if self.layout not in (None, "standard", "tpu"):
             raise ValueError(f"CacheSpec(layout={self.layout!r}): expected 'standard', 'tpu' or None.")
-        is_small = self.head_dim <= MAX_PACKED_HEAD_DIM
+        group = tokens_per_group(self.dtype, self.head_dim)
         obstacle = None
         if self.head_dim_alignment % NUM_LANES:
             obstacle = f"head_dim_alignment={self.head_dim_alignment}): expected a multiple of {NUM_LANES}"
-        elif is_small and self.page_size % 2:
-            obstacle = f"page_size={self.page_size}): expected an even number, as heads of up to 64 pair tokens"
+        elif self.page_size % group:
+            obstacle = (
+                f"page_size={self.page_size}): expected a multiple of {group}, as so many tokens of"
+                f" head_dim={self.head_dim} and {self.dtype} share words"
+            )
         if self.layout == "tpu" and obstacle:
             raise ValueError(f"CacheSpec(layout='tpu', {obstacle}, or layout='standard'.")
         if self.layout is None:
-            is_read = is_for_tpu and not obstacle and self.dtype in (jnp.float32, jnp.bfloat16)
+            is_read = is_for_tpu and not obstacle and self.dtype != jnp.float16
             object.__setattr__(self, "layout", "tpu" if is_read else "standard")
 
     @property
@@ -119,8 +122,11 @@ class CacheSpec:
         """Shape of the cache array: `(num_pages, page_size, 2 * num_kv_heads, padded_head_dim)`, or the TPU's."""
         if self.layout == "standard":
             return (self.num_pages, self.page_size, 2 * self.num_kv_heads, self.padded_head_dim)
+        group = tokens_per_group(self.dtype, self.head_dim)
         if self.is_packed:
-            return (self.num_pages, self.page_size // 2, self.num_kv_heads, 2, NUM_LANES)
+            return (self.num_pages, self.page_size // group, self.num_kv_heads, group, NUM_LANES)
+        if group > 1:
+            return (self.num_pages, self.page_size // group, 2 * self.num_kv_heads, group, self.padded_head_dim)
         return (self.num_pages, self.page_size, self.num_kv_heads, 2, self.padded_head_dim)
 
     @property

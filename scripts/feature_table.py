@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from flax_paged.ops import ragged_paged_attention
+from flax_paged.ops import ragged_paged_attention, to_tpu_layout
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "features.md"
 BEGIN, END = "<!-- table: scripts/feature_table.py --write -->", "<!-- end of table -->"
@@ -56,7 +56,10 @@ def accepts(implementation: str, cache_dtype, static: dict, traced: dict) -> boo
     )  # fmt: skip
 
     def run(arguments, traced):
-        return ragged_paged_attention(*arguments, **static, **traced, implementation=implementation)
+        q, kv_pages, *rest = arguments
+        if implementation.startswith("pallas"):  # what a TPU's cache has
+            kv_pages = to_tpu_layout(kv_pages, D)
+        return ragged_paged_attention(q, kv_pages, *rest, **static, **traced, implementation=implementation)
 
     try:
         jax.eval_shape(run, arguments, traced)

@@ -98,7 +98,7 @@ def test_pages_that_fit():
         ({"dtype": jnp.float32, "scales": "per_head"}, "scales='per_head', dtype=float32"),
         ({"dtype": jnp.int8, "scales": "per_page"}, "scales='per_page'"),
         ({"layout": "rows"}, "layout='rows'.: expected 'standard', 'tpu' or None"),
-        ({"layout": "tpu", "page_size": 7}, "page_size=7.: expected an even number"),
+        ({"layout": "tpu", "page_size": 7}, "page_size=7.: expected a multiple of 2"),
         ({"layout": "tpu", "head_dim_alignment": 1}, "head_dim_alignment=1.: expected a multiple of 128"),
         ({"num_pages": 2**27, "page_size": 16}, "more than the 2147483647 that an int32"),
     ],

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from flax_paged.ops import dispatch
 from flax_paged.ops.kv_cache_update import kv_cache_update
+from flax_paged.ops.kv_cache_update.api import in_cache_dtype
 from flax_paged.ops.ragged_paged_attention import ragged_paged_attention
 from flax_paged.ops.ragged_paged_attention.api import missing_in_kernel
 
@@ -49,12 +50,12 @@ def paged_attention_with_update(
         **options: Further options of `ragged_paged_attention`; k_scale and v_scale hold for the update too.
 
     Returns:
-        The attention's result [T, H, D] and the updated cache.
+        The attention's result, as `ragged_paged_attention` returns it, and the updated cache.
 
     Raises:
         ValueError: Shapes or options that do not fit, or an implementation that cannot run here.
         TypeError: A dtype that is not supported.
-        NotImplementedError: An argument whose feature is not available yet.
+        NotImplementedError: The implementation asked for does not have a feature.
     """
     update = [jnp.asarray(x) for x in (k, v, slot_mapping, num_kv_update_slices)]
     attention = [jnp.asarray(x) for x in (seq_lens, block_tables, query_start_loc, num_seqs)]
@@ -69,12 +70,15 @@ def paged_attention_with_update(
     jax.eval_shape(
         functools.partial(_update_then_attend, implementation="reference", **options), q, kv_pages, update, attention
     )
+    kv_pages = jnp.asarray(kv_pages)
+    for i, name in enumerate(("k_scale", "v_scale")):
+        update[i] = in_cache_dtype(update[i], options.get(name), kv_pages.dtype)
     # Pallas takes a second to import; only those who run it pay.
     from flax_paged.ops.ragged_paged_attention.tpu import ragged_paged_attention_tpu
 
     return ragged_paged_attention_tpu(
         jnp.asarray(q),
-        jnp.asarray(kv_pages),
+        kv_pages,
         *attention,
         update=tuple(update),
         interpret=chosen == "pallas_tpu_interpret",

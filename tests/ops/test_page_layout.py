@@ -35,7 +35,9 @@ def test_packed_layout_is_what_the_docstring_says(head_dim):
     packed = np.asarray(to_tpu_layout(jnp.asarray(pages), head_dim))
     np.testing.assert_array_equal(packed, packed_by_hand(pages))
     np.testing.assert_array_equal(to_standard_layout(packed, head_dim), pages)
-    assert PageLayout.of(packed, head_dim) == PageLayout(len(pages), 4, 3, 128, is_standard=False, is_packed=True)
+    assert PageLayout.of(packed, head_dim) == PageLayout(
+        len(pages), 4, 3, 128, is_standard=False, is_packed=True, tokens_per_group=2
+    )
 
 
 @pytest.mark.parametrize("head_dim", [80, 128, 256])
@@ -78,5 +80,5 @@ def test_a_shape_of_no_layout_is_refused(shape, head_dim, message):
 
 
 def test_pages_of_an_odd_number_of_tokens_cannot_be_packed():
-    with pytest.raises(ValueError, match="page_size=5: expected an even number"):
+    with pytest.raises(ValueError, match="page_size=5: expected a multiple of 2"):
         to_tpu_layout(jnp.zeros((4, 5, 6, 64)), 64)

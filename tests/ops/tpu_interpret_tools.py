@@ -22,7 +22,7 @@ ATTEND = jax.jit(
     ragged_paged_attention_tpu,
     static_argnames=(
         "sm_scale", "sliding_window", "soft_cap", "num_kv_pages_per_block", "num_queries_per_block", "max_query_len",
-        "interpret", "attention_chunk_size", "causal",
+        "interpret", "attention_chunk_size", "causal", "return_lse", "out_dtype",
     ),
 )  # fmt: skip
 UPDATE = jax.jit(kv_cache_update_tpu, static_argnames=("num_slices_per_kv_cache_update_block", "interpret"))

@@ -65,10 +65,11 @@ def kv_cache_update(
     dispatch.check_shape("num_kv_update_slices", num_kv_update_slices, (1,))
     dispatch.check_int32(slot_mapping=slot_mapping, num_kv_update_slices=num_kv_update_slices)
 
-    k, v = (_in_cache_dtype(x, scale, kv_pages.dtype) for x, scale in ((k, k_scale), (v, v_scale)))
+    k, v = (in_cache_dtype(x, scale, kv_pages.dtype) for x, scale in ((k, k_scale), (v, v_scale)))
     # Metadata often comes as numpy arrays, which tracers cannot index.
     arguments = [jnp.asarray(a) for a in (kv_pages, k, v, slot_mapping, num_kv_update_slices)]
-    chosen = dispatch.choose_implementation(implementation, kernel_can=kv_pages.shape[-1] % 128 == 0)
+    kernel_can = kv_pages.shape[-1] % 128 == 0 and not (is_quantized(kv_pages.dtype) and layout.is_standard)
+    chosen = dispatch.choose_implementation(implementation, kernel_can=kernel_can)
     if chosen == "reference":
         return reference.kv_cache_update(*arguments)
     if chosen == "xla":
@@ -83,8 +84,17 @@ def kv_cache_update(
     )
 
 
-def _in_cache_dtype(x: jax.Array, scale: Any, dtype: Any) -> jax.Array:
-    """Quantise new tokens [T, KV, D] if the cache is quantised and they are not yet."""
+def in_cache_dtype(x: jax.Array, scale: Any, dtype: Any) -> jax.Array:
+    """Quantise new tokens [T, KV, D] if the cache is quantised and they are not yet.
+
+    Args:
+        x: Keys or values.
+        scale: A number, f32[KV] or None.
+        dtype: The cache's dtype.
+
+    Raises:
+        ValueError: A scale without a quantised cache, or of another shape.
+    """
     if not is_quantized(dtype):
         if scale is not None:
             raise ValueError(f"k_scale and v_scale belong to an int8 or float8 cache, but kv_pages is {dtype.name}.")

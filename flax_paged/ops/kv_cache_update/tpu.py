@@ -29,8 +29,8 @@ def kv_cache_update_tpu(
     """Write slices of new keys and values into the cache, in place.
 
     Each slice is one DMA from HBM to HBM of whole tokens, the outermost dimension of both arrays, so no neighbouring
-    token is read or rewritten and slices never wait for one another. The packed layout, in which two tokens share
-    words, is written by pairs of tokens (`merge_pairs`).
+    token is read or rewritten and slices never wait for one another. Layouts in which tokens share words are written by
+    groups of tokens (`merge_groups`).
 
     Args:
         kv_pages: The pool in any layout of `ops.page_layout`, lanes a multiple of 128; aliased to the result.
@@ -69,64 +69,75 @@ def kv_cache_update_tpu(
 def token_groups(kv_pages: jax.Array, layout: PageLayout) -> jax.Array:
     """Return the pool as the kernels see it: [num_pages, groups_per_page, num_kv_heads, 2, num_lanes].
 
-    A group is what can be copied alone: one token, in the packed layout two. The TPU's layouts have this shape. So has
-    the standard layout but for the name of its dimensions: XLA sees the same bytes where lanes are 128 and combined
-    heads are 2, 4 or a multiple of 8, and has to copy the pool otherwise.
+    A group is what can be copied alone: one token, or those that share words. The TPU's layouts have this shape; that
+    of 8 bits is [num_pages, groups_per_page, rows_per_token, 4, num_lanes]. The standard layout has it but for the name
+    of its dimensions: XLA sees the same bytes where lanes are 128 and combined heads are 2, 4 or a multiple of 8, and
+    has to copy the pool otherwise.
+
+    Raises:
+        ValueError: 8 bits in the standard layout, which the kernels do not read.
     """
     if not layout.is_standard:
         return kv_pages
+    if kv_pages.dtype.itemsize == 1:
+        raise ValueError(
+            f"kv_pages is {kv_pages.dtype} in the standard layout; the TPU kernels read 8 bits in the TPU's layout"
+            " only: CacheSpec(layout='tpu') makes it, to_tpu_layout converts."
+        )
     return kv_pages.reshape(layout.num_pages, layout.page_size, layout.num_kv_heads, 2, layout.num_lanes)
 
 
 def prepare_update(groups, layout: PageLayout, k, v, slot_mapping, num_kv_update_slices):
     """Return what `start_slices` copies: flat slot mapping, number of slices, new groups."""
     rows = token_rows(k, v, layout.num_lanes, is_packed=layout.is_packed).astype(groups.dtype)
-    if not layout.is_packed:
+    if layout.tokens_per_group == 1:
         return slot_mapping.reshape(-1), num_kv_update_slices, rows
     page, offset = token_slots(slot_mapping, num_kv_update_slices, len(k), layout.num_pages, layout.page_size)
-    return merge_pairs(groups, rows, page, offset)
+    rows = rows.reshape(len(k), layout.rows_per_token, layout.num_lanes)
+    # A slice of n tokens touches at most n / group + 2 groups, and no more than n.
+    most = min(len(k), len(k) // layout.tokens_per_group + 2 * slot_mapping.shape[1])
+    return merge_groups(groups, rows, page, offset, most)
 
 
-def merge_pairs(groups: jax.Array, rows: jax.Array, page: jax.Array, offset: jax.Array):
-    """Bring new tokens together with the other token of their pair, whether new too or already in the cache.
+def merge_groups(groups: jax.Array, rows: jax.Array, page: jax.Array, offset: jax.Array, max_num_groups: int):
+    """Bring new tokens together with the others of their group, whether new too or already in the cache.
 
-    Two tokens of a pair share words in 16 bits. The old ones are read before the kernel runs, so that it still only
-    copies, and copies never meet. All but a gather and a few selects depends on the metadata alone: XLA computes it
-    once for all layers of a step.
+    Tokens of a group share words. The old ones are read before the kernel runs, so that it still only copies, and
+    copies never meet. All but two gathers and a few selects depends on the metadata alone: XLA computes it once for all
+    layers of a step.
 
     Args:
-        groups: [num_pages, page_size / 2, KV, 2, 128], the pool.
-        rows: [T, KV, 128], the new tokens.
+        groups: [num_pages, groups_per_page, R, G, lanes], the pool: R rows of lanes of each of G tokens.
+        rows: [T, R, lanes], the new tokens.
         page: i32[T], num_pages for tokens that are not written.
         offset: i32[T], place of each token in its page.
+        max_num_groups: Bound N on the groups that are written.
 
     Returns:
-        Slices of one pair each as i32[3 * T], their number i32[1], and the pairs [T, KV, 2, 128].
+        Slices of one group each as i32[3 * N], their number i32[1], and the groups [N, R, G, lanes].
     """
-    num_pages, pairs_per_page = groups.shape[:2]
+    num_pages, groups_per_page, _, size, _ = groups.shape
     num_tokens = rows.shape[0]
-    slot = page * (2 * pairs_per_page) + offset
-    order = jnp.argsort(jnp.where(page < num_pages, slot, jnp.iinfo(jnp.int32).max))
-    page, offset, rows = page[order], offset[order], rows[order]
-    is_live, pair, is_second = page < num_pages, offset // 2, offset % 2 == 1
-    # A pair with two new tokens has its second one right after the first.
-    has_next = is_live & (jnp.roll(page, -1) == page) & (jnp.roll(pair, -1) == pair)
-    has_next = has_next.at[-1].set(False)
-    is_led = jnp.roll(has_next, 1).at[0].set(False)
+    slot = jnp.where(page < num_pages, page * (groups_per_page * size) + offset, jnp.iinfo(jnp.int32).max)
+    order = jnp.argsort(slot).astype(jnp.int32)
+    page, offset, group = page[order], offset[order], slot[order] // size
+    leads = (page < num_pages) & (group != jnp.roll(group, 1).at[0].set(-1))
+    (first,) = jnp.nonzero(leads, size=max_num_groups, fill_value=num_tokens)
+    # The tokens of a group follow one another; those of the next group, and places past the end, are left out.
+    members = first.astype(jnp.int32)[:, None] + jnp.arange(size, dtype=jnp.int32)  # [N, G]
+    first, at = members[:, 0].clip(max=num_tokens - 1), members.clip(max=num_tokens - 1)
+    is_member = (members < num_tokens) & (group[at] == group[first][:, None])
+    place = jnp.where(is_member, offset[at] % size, size)
     # The barrier keeps XLA from reading the old tokens of all layers at the beginning of the step.
-    rows, old_page, old_pair = lax.optimization_barrier((rows, page, pair))
-    old = groups.at[old_page, old_pair].get(mode="clip")  # [T, KV, 2, 128]
-
-    def choose(condition, x, y):
-        return jnp.where(condition[:, None, None], x, y)
-
-    first = choose(is_second, old[:, :, 0], rows)
-    second = choose(is_second, rows, choose(has_next, jnp.roll(rows, -1, axis=0), old[:, :, 1]))
-    leads = is_live & ~is_led
-    (source,) = jnp.nonzero(leads, size=num_tokens, fill_value=0)
-    source = source.astype(jnp.int32)
-    mapping = [(page * pairs_per_page + pair)[source], source, jnp.ones_like(source)]
-    return jnp.concatenate(mapping), jnp.sum(leads, dtype=jnp.int32)[None], jnp.stack([first, second], axis=2)
+    rows, old_page, old_group = lax.optimization_barrier((rows, page[first], offset[first] // size))
+    merged = groups.at[old_page, old_group].get(mode="clip")  # [N, R, G, lanes]
+    for i in range(size):
+        is_here = place[:, i, None] == jnp.arange(size, dtype=jnp.int32)  # [N, G]
+        merged = jnp.where(is_here[:, None, :, None], rows[order[at[:, i]]][:, :, None], merged)
+    targets = page[first] * groups_per_page + offset[first] // size
+    sources = jnp.arange(max_num_groups, dtype=jnp.int32)
+    mapping = jnp.concatenate([targets, sources, jnp.ones_like(sources)])
+    return mapping, jnp.sum(leads, dtype=jnp.int32)[None], merged
 
 
 def _kv_cache_update_kernel(
@@ -134,10 +145,10 @@ def _kv_cache_update_kernel(
     slot_mapping_ref,  # i32[3 * U], in groups
     num_slices_ref,  # i32[1]
     # Input
-    new_groups_hbm_ref,  # [num_groups, num_kv_heads, 2, num_lanes]
+    new_groups_hbm_ref,  # [num_groups, num_kv_heads, 2, num_lanes], or groups of the 8-bit layout
     _,  # the cache, aliased to the output
     # Output
-    kv_pages_hbm_ref,  # [num_pages, groups_per_page, num_kv_heads, 2, num_lanes]
+    kv_pages_hbm_ref,  # [num_pages, groups_per_page, ...] of these groups
     # Scratch
     sems,  # one for each copy in flight
 ):

@@ -11,8 +11,10 @@ def kv_cache_update(kv_pages, k, v, slot_mapping, num_kv_update_slices) -> jax.A
     layout = PageLayout.of(kv_pages, k.shape[2])
     page, offset = token_slots(slot_mapping, num_kv_update_slices, len(k), layout.num_pages, layout.page_size)
     rows = token_rows(k, v, layout.num_lanes, is_packed=layout.is_packed).astype(kv_pages.dtype)
-    if layout.is_packed:
-        return kv_pages.at[page, offset // 2, :, offset % 2].set(rows, mode="drop")
+    group = layout.tokens_per_group
+    if group > 1:
+        rows = rows.reshape(len(k), layout.rows_per_token, layout.num_lanes)
+        return kv_pages.at[page, offset // group, :, offset % group].set(rows, mode="drop")
     return kv_pages.at[page, offset].set(rows.reshape(len(k), *kv_pages.shape[2:]), mode="drop")
 
 

@@ -13,7 +13,8 @@ from flax_paged.ops.ragged_paged_attention.rules import AttentionRules
 
 _KERNEL_OPTIONS = (
     "sm_scale", "sliding_window", "soft_cap", "max_query_len", "vmem_limit_bytes", "num_kv_pages_per_block",
-    "num_queries_per_block", "sinks", "attention_chunk_size", "causal",
+    "num_queries_per_block", "sinks", "attention_chunk_size", "causal", "alibi_slopes", "return_lse", "k_scale",
+    "v_scale", "out_dtype", "out_scale",
 )  # fmt: skip
 
 
@@ -145,9 +146,7 @@ def ragged_paged_attention(
             return out.astype(out_dtype)
         return quantize(out, out_dtype, 1.0 if out_scale is None else out_scale[None, :, None])
 
-    asked = {"causal": causal, "sinks": sinks, "alibi_slopes": alibi_slopes, "out_dtype": out_dtype}
-    asked |= {"attention_chunk_size": attention_chunk_size, "return_lse": return_lse}
-    lacking = missing_in_kernel(q, kv_pages, **asked, **options)
+    lacking = missing_in_kernel(q, kv_pages, **options)
     chosen = dispatch.choose_implementation(implementation, kernel_can=kv_pages.shape[-1] % 128 == 0 and not lacking)
     if chosen in ("reference", "xla"):
         if chosen == "reference":
@@ -167,8 +166,14 @@ def ragged_paged_attention(
         sliding_window=sliding_window,
         soft_cap=soft_cap,
         sinks=rules.sinks,
+        alibi_slopes=rules.alibi_slopes,
         attention_chunk_size=attention_chunk_size,
         causal=causal,
+        k_scale=options["k_scale"],
+        v_scale=options["v_scale"],
+        out_dtype=out_dtype,
+        out_scale=out_scale,
+        return_lse=return_lse,
         num_kv_pages_per_block=num_kv_pages_per_block,
         num_queries_per_block=num_queries_per_block,
         vmem_limit_bytes=vmem_limit_bytes,
@@ -185,13 +190,13 @@ def missing_in_kernel(q: jax.Array, kv_pages: jax.Array, **options: Any) -> str:
         kv_pages: Likewise.
         **options: Its keyword arguments, in any form that it takes.
     """
-    if options.get("out_dtype") is not None and jnp.dtype(options["out_dtype"]) == q.dtype:
-        del options["out_dtype"]
     options = {name: value for name, value in options.items() if value is not None and value is not False}
     asked = [name for name in options if name not in _KERNEL_OPTIONS]
     for name, array in (("q", q), ("kv_pages", kv_pages)):
-        if array.dtype not in (jnp.float32, jnp.bfloat16):
+        if array.dtype not in (jnp.float32, jnp.bfloat16, *(QUANTIZED_DTYPES if name == "kv_pages" else ())):
             asked.append(f"{array.dtype.name} {name}")
+    if is_quantized(kv_pages.dtype) and kv_pages.ndim == 4:
+        asked.append(f"{kv_pages.dtype.name} kv_pages in the standard layout (CacheSpec(layout='tpu') makes the other)")
     return ", ".join(asked)
 
 

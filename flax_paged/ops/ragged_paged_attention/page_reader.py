@@ -103,17 +103,16 @@ class PageReader:
         heads = jnp.arange(num_kv_heads, dtype=jnp.int32)[None, :, None]
         # One gather a row of head_dim, straight into head-major order: a transpose afterwards costs more. Page and row
         # in it stay two indices, as the number of a row in the whole pool can pass 2**31.
-        if self.layout.is_packed:
-            rows = (tokens // 2 * num_kv_heads + heads) * 2 + tokens % 2  # [W, KV, L]
-        else:
-            rows = (tokens * num_kv_heads + heads) * 2  # of K; that of V comes next
+        group, rows_per_token = self.layout.tokens_per_group, self.layout.rows_per_token
+        first_rows = heads if self.layout.is_packed else 2 * heads  # of K; that of V comes next
+        rows = (tokens // group * rows_per_token + first_rows) * group + tokens % group  # [W, KV, L]
         pages = jnp.broadcast_to(pages, rows.shape)
         pool = self.kv_pages.reshape(self.layout.num_pages, -1, self.layout.num_lanes)
         if self.layout.is_packed:
             kv = pool.at[pages, rows].get(mode="promise_in_bounds")
             k, v = kv[..., : self.head_dim], kv[..., V_LANE : V_LANE + self.head_dim]
         else:
-            k, v = (pool.at[pages, rows + i, : self.head_dim].get(mode="promise_in_bounds") for i in (0, 1))
+            k, v = (pool.at[pages, rows + i * group, : self.head_dim].get(mode="promise_in_bounds") for i in (0, 1))
         return KeyBlock(k, v, positions, all_slots <= last_slots[:, None], *self._scales(pages, tokens, heads))
 
     def _scales(self, pages, tokens, heads):

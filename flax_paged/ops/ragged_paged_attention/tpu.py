@@ -11,6 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from flax_paged.ops import dispatch
 from flax_paged.ops.kv_cache_update.tpu import SLICES_IN_FLIGHT, prepare_update, token_groups
 from flax_paged.ops.page_layout import NUM_LANES, V_LANE, PageLayout
+from flax_paged.ops.quantization import QUANTIZED_DTYPES, is_quantized, quantize
 from flax_paged.ops.ragged_paged_attention.block_sizes import (
     SMEM_BUDGET,
     Problem,
@@ -21,6 +22,8 @@ from flax_paged.ops.ragged_paged_attention.block_sizes import (
 from flax_paged.ops.ragged_paged_attention.tpu_kernel import ragged_paged_attention_kernel
 from flax_paged.ops.ragged_paged_attention.tpu_pipeline import LOG2_E, KernelConfig
 from flax_paged.ops.tpu_platform import interpret_params, tpu_generation
+
+_FLOAT_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
 
 
 def ragged_paged_attention_tpu(
@@ -35,9 +38,14 @@ def ragged_paged_attention_tpu(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
     attention_chunk_size: int | None = None,
     causal: bool = True,
+    k_scale: Any = None,
+    v_scale: Any = None,
     out_dtype: Any = None,
+    out_scale: Any = None,
+    return_lse: bool = False,
     num_kv_pages_per_block: int | None = None,
     num_queries_per_block: int | None = None,
     vmem_limit_bytes: int | None = None,
@@ -49,7 +57,7 @@ def ragged_paged_attention_tpu(
 
     Args:
         q: f32 or bf16[num_tokens, num_q_heads, head_dim].
-        kv_pages: f32 or bf16, in any layout of `ops.page_layout`.
+        kv_pages: f32 or bf16, in any layout of `ops.page_layout`; int8 or float8 in the TPU's.
         seq_lens: i32[max_num_seqs].
         block_tables: i32[max_num_seqs, pages_per_seq]; stays in HBM, rows are streamed into SMEM.
         query_start_loc: i32[max_num_seqs + 1].
@@ -58,28 +66,35 @@ def ragged_paged_attention_tpu(
         sliding_window: Keys that a query sees, its own included.
         soft_cap: Cap on the scaled scores.
         sinks: f32[num_q_heads], one more logit a head without a value; None for none.
+        alibi_slopes: f32[num_q_heads], or None.
         attention_chunk_size: A query sees keys of its own chunk only; None for all.
         causal: Whether later keys are hidden.
-        out_dtype: Result dtype; None means q's.
+        k_scale: Of an int8 or float8 cache: a number or [num_kv_heads], or None.
+        v_scale: Likewise.
+        out_dtype: Result dtype; None means q's. What is not float32 or bfloat16 leaves the kernel as float32.
+        out_scale: Of an int8 or float8 result: a number or [num_q_heads], or None.
+        return_lse: Return the logarithm of each softmax's denominator too.
         num_kv_pages_per_block: Pages fetched at a time; None lets `block_sizes` choose.
         num_queries_per_block: Queries of a sequence that share a fetch; None lets `block_sizes` choose.
         vmem_limit_bytes: VMEM that the kernel may use; None means the generation's budget.
         max_query_len: 1 compiles only the decode path; otherwise an upper bound or None.
         interpret: False, True, or a `pltpu.InterpretParams`.
-        update: k, v, slot_mapping and num_kv_update_slices as in `kv_cache_update`, written to the cache first;
-            None for no update.
+        update: k, v, slot_mapping and num_kv_update_slices as in `kv_cache_update`, written to the cache first, k and v
+            already in its dtype if that is int8 or float8; None for no update.
 
     Returns:
-        [num_tokens, num_q_heads, head_dim]; rows past the last query are zeros. With `update`, also the cache, in the
-        buffer of `kv_pages` where that is donated.
+        [num_tokens, num_q_heads, head_dim]; rows past the last query are zeros. With `return_lse` a pair of that and
+        f32[num_tokens, num_q_heads]. With `update` a pair of this result and the cache, in the buffer of `kv_pages`
+        where that is donated.
 
     Raises:
         ValueError: Shapes, dtypes or block sizes that the kernel cannot take.
     """
     num_tokens, num_q_heads, head_dim = q.shape
     layout = PageLayout.of(kv_pages, head_dim)
-    out_dtype = jnp.dtype(out_dtype or q.dtype)
-    _check(q, kv_pages, out_dtype)
+    result_dtype = jnp.dtype(out_dtype or q.dtype)
+    out_dtype = result_dtype if result_dtype in _FLOAT_DTYPES else jnp.dtype(jnp.float32)
+    _check(q, kv_pages)
     problem = Problem(
         num_q_heads=num_q_heads,
         num_kv_heads=layout.num_kv_heads,
@@ -101,6 +116,13 @@ def ragged_paged_attention_tpu(
         num_queries_per_block=num_queries_per_block,
         vmem_limit_bytes=vmem_limit_bytes,
     )
+    per_head = {
+        "sinks": _for_heads(sinks, num_q_heads, 1, LOG2_E),
+        "slopes": _for_heads(alibi_slopes, num_q_heads, 1, LOG2_E),
+        "k_scale": _for_heads(k_scale, layout.num_kv_heads, num_q_heads // layout.num_kv_heads),
+        "v_scale": _for_heads(v_scale, layout.num_kv_heads, num_q_heads // layout.num_kv_heads),
+    }
+    per_head = {name: numbers for name, numbers in per_head.items() if numbers is not None}
     config = KernelConfig(
         num_kv_heads=layout.num_kv_heads,
         num_queries_per_kv=num_q_heads // layout.num_kv_heads,
@@ -115,19 +137,19 @@ def ragged_paged_attention_tpu(
         decode_only=max_query_len == 1,
         is_packed=layout.is_packed,
         edge_chunk=blocks.edge_chunk,
-        compute_dtype=dispatch.product_dtype(q, kv_pages),
+        compute_dtype=q.dtype if is_quantized(kv_pages.dtype) else dispatch.product_dtype(q, kv_pages),
         interpret=interpret is not False,
         has_update=update is not None,
         attention_chunk_size=attention_chunk_size,
-        has_sinks=sinks is not None,
+        tokens_per_group=layout.tokens_per_group,
+        per_head=tuple(per_head),
+        has_lse=return_lse,
     )
-    if sinks is not None:
-        sinks = jnp.broadcast_to(jnp.asarray(sinks, jnp.float32) * LOG2_E, (num_q_heads,))
-        sinks = jnp.pad(sinks, (0, padded_rows(num_q_heads) - num_q_heads))
-        sinks = jnp.broadcast_to(sinks[:, None], (len(sinks), NUM_LANES))
+    if "k_scale" in per_head:
+        per_head["k_scale"] *= config.score_factor
     groups = token_groups(kv_pages, layout)
     padding = ((0, 0), (0, padded_rows(num_q_heads) - num_q_heads), (0, layout.num_lanes - head_dim))
-    out, *updated = _call(
+    out, *others = _call(
         config,
         jnp.pad(q, padding),
         groups,
@@ -140,18 +162,43 @@ def ragged_paged_attention_tpu(
         out_dtype=out_dtype,
         vmem_limit_bytes=blocks.vmem_limit_bytes,
         interpret=interpret,
-        sinks=sinks,
+        per_head=_per_head_rows(per_head.values()) if per_head else None,
         update=None if update is None else prepare_update(groups, layout, *update),
     )
     first = V_LANE if layout.is_packed else 0
     out = out[:, :num_q_heads, first : first + head_dim]
-    return (out, updated[0].reshape(kv_pages.shape)) if updated else out
+    if is_quantized(result_dtype):
+        scale = 1.0 if out_scale is None else jnp.asarray(out_scale, jnp.float32).reshape(1, -1, 1)
+        out = quantize(out, result_dtype, scale)
+    result = out.astype(result_dtype)
+    if return_lse:
+        result = (result, others[-1][:, 0, :num_q_heads])
+    return result if update is None else (result, others[0].reshape(kv_pages.shape))
 
 
-def _check(q, kv_pages, out_dtype):
-    for name, dtype in (("q", q.dtype), ("kv_pages", kv_pages.dtype), ("out_dtype", out_dtype)):
-        if dtype not in (jnp.float32, jnp.bfloat16):
-            raise ValueError(f"{name} has dtype {dtype}; the TPU kernel takes float32 or bfloat16.")
+def _for_heads(numbers, num_heads, repeats, factor=1.0):
+    """An option, a number or one for each head, as f32[num_heads * repeats]; None stays None."""
+    if numbers is None:
+        return None
+    return jnp.repeat(jnp.broadcast_to(jnp.asarray(numbers, jnp.float32) * factor, (num_heads,)), repeats)
+
+
+def _per_head_rows(options):
+    """Options for each query head as the kernel reads them: f32[len(options), rows, 128]."""
+    stacked = jnp.stack(list(options))
+    num_heads = stacked.shape[1]
+    stacked = jnp.pad(stacked, ((0, 0), (0, padded_rows(num_heads) - num_heads)))
+    return jnp.broadcast_to(stacked[:, :, None], (*stacked.shape, NUM_LANES))
+
+
+def _check(q, kv_pages):
+    for name, dtype, allowed in (
+        ("q", q.dtype, _FLOAT_DTYPES),
+        ("kv_pages", kv_pages.dtype, (*_FLOAT_DTYPES, *QUANTIZED_DTYPES)),
+    ):
+        if dtype not in allowed:
+            names = ", ".join(jnp.dtype(x).name for x in allowed)
+            raise ValueError(f"{name} has dtype {dtype}; the TPU kernel takes {names}.")
     if kv_pages.shape[-1] % NUM_LANES:
         raise ValueError(
             f"kv_pages has head_dim {kv_pages.shape[-1]}; the TPU kernel needs a multiple of {NUM_LANES}:"
@@ -180,7 +227,7 @@ def _call(
     out_dtype,
     vmem_limit_bytes,
     interpret,
-    sinks,
+    per_head,
     update,
 ):
     scalars, operands = [seq_lens, query_start_loc, num_seqs], [q, block_tables, kv_pages]
@@ -191,13 +238,15 @@ def _call(
         operands.insert(2, new_groups)
         out_shape.append(jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype))
         aliases = {len(scalars) + 3: 1}
+    if config.has_lse:
+        out_shape.append(jax.ShapeDtypeStruct((len(q), 1, _lse_lanes(q)), jnp.float32))
     if interpret is False:
         # XLA likes to place small operands in VMEM, from where a "copy" to VMEM is a loop of vector loads and stores.
         operands = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in operands]
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     in_specs = [hbm] * len(operands)
-    if sinks is not None:
-        operands, in_specs = [sinks, *operands], [pl.BlockSpec(memory_space=pltpu.VMEM), *in_specs]
+    if per_head is not None:
+        operands, in_specs = [per_head, *operands], [pl.BlockSpec(memory_space=pltpu.VMEM), *in_specs]
         aliases = {operand + 1: result for operand, result in aliases.items()}
     return pl.pallas_call(
         functools.partial(ragged_paged_attention_kernel, config=config),
@@ -216,6 +265,10 @@ def _call(
     )(*scalars, *operands)
 
 
+def _lse_lanes(q):
+    return -(-q.shape[1] // NUM_LANES) * NUM_LANES
+
+
 def _scratch_shapes(config, q, kv_pages, pages_per_seq, out_dtype):
     """Scratch in the order of `Refs.ordered`; `block_sizes.vmem_bytes` counts the same buffers."""
     _, num_q_rows, head_dim = q.shape
@@ -231,7 +284,7 @@ def _scratch_shapes(config, q, kv_pages, pages_per_seq, out_dtype):
         vmem((3, *q_block), q.dtype),
         vmem((2, *q_block), out_dtype),
         vmem((num_q_rows, block_rows), jnp.float32),
-        vmem((block_rows // values_packing, head_dim), jnp.uint32 if values_packing == 2 else kv_pages.dtype),
+        vmem((block_rows // values_packing, head_dim), jnp.uint32 if values_packing > 1 else kv_pages.dtype),
         *[dma((n,)) for n in (2, 2, 3, 2)],
     ]
     if not config.decode_only:
@@ -244,6 +297,8 @@ def _scratch_shapes(config, q, kv_pages, pages_per_seq, out_dtype):
             vmem((*rows, NUM_LANES), jnp.float32),
             vmem((*rows, head_dim), jnp.float32),
         ]
+    if config.has_lse:
+        scratch.append(vmem((2, config.queries_per_block, 1, _lse_lanes(q)), jnp.float32))
     if config.has_update:
         scratch.append(dma((SLICES_IN_FLIGHT,)))
     return scratch

@@ -35,14 +35,15 @@ class KernelConfig:
     edge_chunk: int  # tokens of a partly live block that the decode path handles at a time
     compute_dtype: Any
     interpret: bool
+    tokens_per_group: int  # tokens under one index of the pages' second dimension
     has_update: bool = False  # write new keys and values before attending
     attention_chunk_size: int | None = None
-    has_sinks: bool = False
+    per_head: tuple[str, ...] = ()  # options with a number for each query head, in the order of `Refs.per_head`
+    has_lse: bool = False
 
-    @property
-    def tokens_per_group(self) -> int:
-        """Tokens under one index of the pages' second dimension."""
-        return 2 if self.is_packed else 1
+    def has(self, name: str) -> bool:
+        """Whether an option with a number for each query head is in use."""
+        return name in self.per_head
 
     @property
     def tokens_per_block(self) -> int:
@@ -58,6 +59,11 @@ class KernelConfig:
     def score_scale(self) -> float:
         """Factor that brings q·k to units of log2, or makes it ready for tanh where there is a soft cap."""
         return self.sm_scale / self.soft_cap if self.soft_cap else self.sm_scale * LOG2_E
+
+    @property
+    def score_factor(self) -> float:
+        """The part of `score_scale` that the scores take."""
+        return self.score_scale / self.query_scale if self.query_scale else 1.0
 
     @property
     def query_scale(self) -> float:
@@ -114,8 +120,12 @@ class Refs:
     m: Any = None  # f32[num_kv_heads, num_queries_per_kv * queries_per_block, 128]
     l: Any = None  # noqa: E741  # the same
     acc: Any = None  # f32[num_kv_heads, num_queries_per_kv * queries_per_block, head_dim]
-    # With sinks only.
-    sinks: Any = None  # f32[num_q_heads, 128], in units of log2, the same in all lanes
+    # With some of "sinks", "slopes" (both in units of log2), "k_scale" (with what q does not take of `score_scale`) and
+    # "v_scale" only.
+    per_head: Any = None  # f32[len(config.per_head), num_q_heads, 128], the same in all lanes
+    # With log-sum-exp only; heads are in lanes.
+    lse_hbm: Any = None  # f32[num_tokens, 1, num_q_heads, padded to 128 * n]
+    lse: Any = None  # f32[2, queries_per_block, 1, num_q_heads, padded]
     # With update only.
     slot_mapping: Any = None  # i32[3 * U], SMEM
     num_slices: Any = None  # i32[1], SMEM
@@ -128,16 +138,18 @@ class Refs:
         has_update = config.has_update
         names = ["seq_lens", "query_start_loc", "num_seqs"]
         names += ["slot_mapping", "num_slices"] if has_update else []
-        names += ["sinks"] if config.has_sinks else []
+        names += ["per_head"] if config.per_head else []
         names += ["q_hbm", "block_tables_hbm"]
         # With update, kv_pages is an aliased output: named twice, the output is kept.
         names += ["new_groups_hbm"] if has_update else []
         names += ["kv_pages_hbm", "out_hbm"]
         names += ["kv_pages_hbm"] if has_update else []
+        names += ["lse_hbm"] if config.has_lse else []
         names += ["table", "out_rows", "kv", "q", "out", "scores", "values"]
         names += ["table_sems", "kv_sems", "q_sems", "out_sems"]
         if not config.decode_only:
             names += ["q_rows", "k_rows"] + ([] if config.is_packed else ["v_rows"]) + ["m", "l", "acc"]
+        names += ["lse"] if config.has_lse else []
         names += ["update_sems"] if has_update else []
         return cls(**dict(zip(names, refs, strict=True)))
 
@@ -183,10 +195,9 @@ def describe_item(config, refs, s, i):
     return Item(s, query_start + first, num_queries, position, key_start, key_end, first_page, last_page, num_blocks)
 
 
-def live_tokens(config, item, b):
-    """Bounds of the item's keys in block `b`, counted from the block's first token; they may lie outside of it."""
-    start = (item.first_page + b * config.pages_per_block) * config.page_size
-    return item.key_start - start, item.key_end - start
+def block_start(config, item, b):
+    """Position of the first key of block `b`."""
+    return (item.first_page + b * config.pages_per_block) * config.page_size
 
 
 # --- Data movement ---------------------------------------------------------------------------------------------------
@@ -273,55 +284,83 @@ def clean_block(config, kv_ref, low, high):
     def zero(group, _):
         kv_ref[group] = jnp.zeros_like(kv_ref[group])
 
+    def cut(bound, is_low):
+        """Zero tokens of the group that a bound cuts."""
+        place = 1 if size == 2 else lax.rem(bound, size)
+        pl.when(lax.rem(bound, size) > 0)(lambda: _zero_tokens(config, kv_ref, lax.div(bound, size), place, is_low))
+
     low = jnp.clip(low, 0, config.tokens_per_block)
     high = jnp.clip(high, 0, config.tokens_per_block)
     end = jnp.minimum(pl.cdiv(high, config.page_size) * config.page_size, config.tokens_per_block)
     if config.hides_old_keys:
         lax.fori_loop(0, lax.div(low, size), zero, None)
     lax.fori_loop(pl.cdiv(high, size), lax.div(end, size), zero, None)
-    if config.is_packed:  # the pair of tokens that the bound cuts
+    if size > 1:
         if config.hides_old_keys:
-            pl.when(lax.rem(low, 2) == 1)(lambda: _zero_token(config, kv_ref, lax.div(low, 2), 0))
-        pl.when(lax.rem(high, 2) == 1)(lambda: _zero_token(config, kv_ref, lax.div(high, 2), 1))
+            cut(low, is_low=True)
+        cut(high, is_low=False)
 
 
-def _zero_token(config, kv_ref, pair, which):
-    """Zero the first (0) or second (1) token of a pair; in 16 bits they are halves of the same words."""
-    if kv_ref.dtype.itemsize == 4 or config.interpret:
-        kv_ref[pair, :, which, :] = jnp.zeros_like(kv_ref[pair, :, which, :])
-        return
-    words = kv_ref.bitcast(jnp.uint32)
-    words[pair] = words[pair] & jnp.uint32(0xFFFF if which else 0xFFFF0000)
+def _zero_tokens(config, kv_ref, group, place, is_before):
+    """Zero the tokens of a group before a place in it, or from there on; in narrow dtypes they are parts of words."""
+    bits = 8 * kv_ref.dtype.itemsize
+    if bits == 32:  # two tokens
+        which = 0 if is_before else 1
+        kv_ref[group, :, which, :] = jnp.zeros_like(kv_ref[group, :, which, :])
+    elif config.interpret:  # the interpreter has no views of refs
+        token = lax.broadcasted_iota(jnp.int32, kv_ref.shape[1:], 1)
+        kv_ref[group] = jnp.where((token < place) == is_before, jnp.zeros_like(kv_ref[group]), kv_ref[group])
+    else:
+        words = kv_ref.bitcast(jnp.int32)
+        before = lax.shift_left(jnp.int32(1), jnp.int32(bits) * place) - 1
+        words[group] = words[group] & (~before if is_before else before)
 
 
-def _out_copy(refs, slot, row, num_rows):
-    return pltpu.make_async_copy(
-        refs.out.at[slot, pl.ds(0, num_rows)], refs.out_hbm.at[pl.ds(row, num_rows)], refs.out_sems.at[slot]
-    )
+def _out_copies(config, refs, slot, row, num_rows):
+    """Copies of the first rows of a result, which share a semaphore."""
+    source, target, sem = pl.ds(0, num_rows), pl.ds(row, num_rows), refs.out_sems.at[slot]
+    copies = [pltpu.make_async_copy(refs.out.at[slot, source], refs.out_hbm.at[target], sem)]
+    if config.has_lse:
+        copies.append(pltpu.make_async_copy(refs.lse.at[slot, source], refs.lse_hbm.at[target], sem))
+    return copies
 
 
-def start_out(refs, item, slot):
+def _start(copies):
+    for copy in copies:
+        copy.start()
+
+
+def _wait(copies):
+    for copy in copies:
+        copy.wait()
+
+
+def start_out(config, refs, item, slot):
     """Start to bring an item's result to HBM."""
     refs.out_rows[slot] = item.num_queries
-    pl.when(item.num_queries > 0)(lambda: _out_copy(refs, slot, item.query_row, item.num_queries).start())
+    pl.when(item.num_queries > 0)(
+        lambda: _start(_out_copies(config, refs, slot, item.query_row, item.num_queries))
+    )  # fmt: skip
 
 
-def wait_out(refs, slot):
+def wait_out(config, refs, slot):
     """Wait until the buffer's last result has left."""
     num_rows = refs.out_rows[slot]
-    pl.when(num_rows > 0)(lambda: _out_copy(refs, slot, 0, num_rows).wait())
+    pl.when(num_rows > 0)(lambda: _wait(_out_copies(config, refs, slot, 0, num_rows)))
 
 
 def zero_padding_rows(config, refs, first_row):
-    """Fill the rows of `out` from `first_row` on with zeros; no other result may be on its way."""
+    """Fill the rows of the result from `first_row` on with zeros; no other result may be on its way."""
     refs.out[0] = jnp.zeros_like(refs.out[0])
+    if config.has_lse:
+        refs.lse[0] = jnp.full_like(refs.lse[0], -jnp.inf)
     num_rows = refs.out_hbm.shape[0]
     step = config.queries_per_block
 
-    def copy(j):
+    def copies(j):
         row = first_row + j * step
-        return _out_copy(refs, 0, row, jnp.minimum(step, num_rows - row))
+        return _out_copies(config, refs, 0, row, jnp.minimum(step, num_rows - row))
 
     num_copies = pl.cdiv(num_rows - first_row, step)
-    lax.fori_loop(0, num_copies, lambda j, _: copy(j).start(), None)
-    lax.fori_loop(0, num_copies, lambda j, _: copy(j).wait(), None)
+    lax.fori_loop(0, num_copies, lambda j, _: _start(copies(j)), None)
+    lax.fori_loop(0, num_copies, lambda j, _: _wait(copies(j)), None)
