@@ -22,6 +22,7 @@ async def chat(service: Service, body: ChatRequest, request: Request, call_id: s
     """
     adapter_id = service.check_model(body.model)
     params = dataclasses.replace(chat_params(body, service.engine), adapter_id=adapter_id)
+    await service.compile_schema(params)
     prompt = await encode_chat(service, body.messages, body.add_generation_prompt, body.chat_template_kwargs)
     pieces = service.answer([prompt], params, priority=body.priority, cache_salt=body.cache_salt)
     writer = _Writer(service, body, call_id)

@@ -25,6 +25,7 @@ async def complete(service: Service, body: CompletionRequest, request: Request, 
     adapter_id = service.check_model(body.model)
     prompts = _prompts(body)
     params = dataclasses.replace(completion_params(body, service.engine), adapter_id=adapter_id)
+    await service.compile_schema(params)
     token_ids = await service.in_thread(_encode, service.tokenizer, prompts, body.add_special_tokens)
     pieces = service.answer(token_ids, params, priority=body.priority, cache_salt=body.cache_salt)
     writer = _Writer(service, body, call_id, prompts)

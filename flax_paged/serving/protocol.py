@@ -97,6 +97,21 @@ class ResponseFormat(_Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
+    @model_validator(mode="after")
+    def _check_schema(self):
+        if self.type == "json_schema" and (self.json_schema is None or self.json_schema.schema_ is None):
+            raise ValueError("type 'json_schema' needs a json_schema with a schema")
+        return self
+
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """Return the JSON schema that the answer must fit, or None for any text."""
+        match self.type:
+            case "json_schema":
+                return self.json_schema.schema_
+            case "json_object":
+                return {"type": "object"}
+        return None
+
 
 class SamplingFields(_Body):
     """The fields that completions and chat share."""

@@ -44,13 +44,6 @@ def chat_params(body: ChatRequest, engine: Engine) -> SamplingParams:
 
 
 def _params(body: SamplingFields, engine: Engine, **fields) -> SamplingParams:
-    if body.response_format is not None and body.response_format.type != "text":
-        raise ApiError(
-            400,
-            f"response_format: {body.response_format.type!r} is not served, only 'text'.",
-            param="response_format",
-            code="unsupported_value",
-        )
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
     given = {name: value for name in names if (value := getattr(body, name)) is not None}
     try:
@@ -67,6 +60,7 @@ def _params(body: SamplingFields, engine: Engine, **fields) -> SamplingParams:
             skip_special_tokens=body.skip_special_tokens,
             bad_words=body.bad_words or (),
             allowed_token_ids=body.allowed_token_ids,
+            json_schema=body.response_format and body.response_format.schema_of_answer(),
         )
     except (ValueError, TypeError) as error:
         raise ApiError(400, str(error)) from None

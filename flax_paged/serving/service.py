@@ -91,6 +91,19 @@ class Service:
         except (ValueError, TypeError, OverflowError) as error:
             raise ApiError(400, str(error)) from None
 
+    async def compile_schema(self, params: SamplingParams) -> None:
+        """Compile a call's JSON schema, if it has one, before the engine's steps would have to wait for it.
+
+        Raises:
+            ApiError: The schema cannot be followed (400).
+        """
+        if params.json_schema is not None:
+            try:
+                await self.in_thread(self.engine.compile_json_schema, params.json_schema)
+            except ApiError as error:
+                error.param = "response_format"
+                raise
+
     def answer(
         self, prompts: Sequence[list[int]], params: SamplingParams, *, priority: int = 0, cache_salt: str | None = None
     ) -> AsyncIterator[tuple[int, RequestOutput]]:
@@ -160,6 +173,8 @@ class Service:
                     for output in piece.outputs:
                         num_tokens[output.index] += len(output.token_ids)
                         reasons[output.index] = output.finish_reason
+                        if output.finish_reason == "error":
+                            raise ValueError("response_format: the schema became too complex to follow to the end.")
                     if piece.finished:
                         self.metrics.count_prompt(len(prompt), num_tokens, reasons, piece.metrics)
                     yield index, piece

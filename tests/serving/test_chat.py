@@ -98,16 +98,6 @@ def test_async_stream_helper(server):
     assert text == final == whole
 
 
-@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
-def test_json_is_refused_clearly(client, kind):
-    form = {"type": kind}
-    if kind == "json_schema":
-        form["json_schema"] = {"name": "x", "schema": {"type": "object"}, "strict": True}
-    with pytest.raises(openai.BadRequestError, match="response_format: .* is not served") as caught:
-        client.chat.completions.create(model="tiny", messages=MESSAGES, response_format=form)
-    assert caught.value.param == "response_format"
-
-
 def test_tools_are_refused(client):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     with pytest.raises(openai.BadRequestError, match="tools"):
