@@ -64,6 +64,9 @@ class Engine:
             bad_words, and the ids that min_tokens bans.
         eos_token_ids: Ids that end an answer; None for the tokenizer's.
         kv_cache_dtype: Dtype of the cache; None for that of the model.
+        swap_space: Bytes of host memory for the pages of preempted sequences, which are then copied there and back
+            instead of being computed again; a sequence that does not fit any more is computed again. 0 always computes
+            again: right on a CPU, where the same memory serves better as more pages.
         seed: Makes the seeds of unseeded requests, drawn in order of arrival, reproducible.
 
     Raises:
@@ -88,6 +91,7 @@ class Engine:
         max_logit_entries: int = 512,
         eos_token_ids: Collection[int] | None = None,
         kv_cache_dtype: Any = None,
+        swap_space: int = 0,
         seed: int | None = None,
     ):
         if max_model_len < 2:
@@ -98,6 +102,7 @@ class Engine:
             ("num_speculative_tokens", num_speculative_tokens),
             ("max_logprobs", max_logprobs),
             ("max_logit_entries", max_logit_entries),
+            ("swap_space", swap_space),
         ):
             if value < 0:
                 raise ValueError(f"Engine({name}={value}): expected 0 or more.")
@@ -121,6 +126,7 @@ class Engine:
             has_drafts=num_speculative_tokens > 0,
             decode_steps_per_call=decode_steps_per_call,
             kv_cache_dtype=kv_cache_dtype,
+            swap_space=swap_space,
         )
         self.vocab_size = self._runner.vocab_size
         if not all(0 <= token_id < self.vocab_size for token_id in eos_token_ids or ()):
@@ -131,6 +137,7 @@ class Engine:
             max_num_batched_tokens=max_num_batched_tokens,
             max_prefill_chunk=max_prefill_chunk,
             decode_steps_per_call=decode_steps_per_call,
+            num_swap_slots=self._runner.num_swap_slots,
         )
         self._requests: dict[str, Request] = {}
         self._num_speculative_tokens = num_speculative_tokens
@@ -301,6 +308,9 @@ class Engine:
             num_cached_tokens=counts["num_cached_tokens"],
             num_sampled_tokens=counts["num_sampled_tokens"],
             num_preemptions=counts["num_preemptions"],
+            num_swapped_pages=scheduler.num_swapped_pages,
+            num_swapped_out_pages=counts["num_swapped_out_pages"],
+            num_swapped_in_pages=counts["num_swapped_in_pages"],
             num_draft_tokens=counts["num_draft_tokens"],
             num_right_draft_tokens=counts["num_right_draft_tokens"],
         )
@@ -322,6 +332,7 @@ class Engine:
         """Schedule and launch a step, and read the one before."""
         try:
             schedule = self._schedule()
+            self._runner.swap(schedule)
             launched = self._launch(schedule) if schedule.items else None
             finished, self._in_flight = self._in_flight, launched
             if finished:

@@ -18,6 +18,7 @@ from flax_paged.generation.decode_loop import run_decode_steps
 from flax_paged.generation.outputs import Logprob, LogprobsOfToken
 from flax_paged.generation.sampling import SampledTokens, sample
 from flax_paged.generation.scheduler import Schedule, ScheduledSequence
+from flax_paged.generation.swap_space import SwapSpace
 from flax_paged.nn.lora import StackedLoRA
 from flax_paged.ops import copy_pages
 from flax_paged.step import CompiledStep
@@ -105,9 +106,11 @@ class ModelRunner:
         has_drafts: Whether steps may have drafts to verify.
         decode_steps_per_call: Most decode steps in a compiled call.
         kv_cache_dtype: Dtype of the cache; None for that of the model.
+        swap_space: Bytes of host memory for the pages of preempted sequences.
 
     Raises:
-        ValueError: The model has no `PagedAttention` layer, or does not return logits `[N, V]`.
+        ValueError: The model has no `PagedAttention` layer or does not return logits `[N, V]`, or `swap_space` holds no
+            page.
     """
 
     def __init__(
@@ -124,6 +127,7 @@ class ModelRunner:
         has_drafts: bool = False,
         decode_steps_per_call: int = 1,
         kv_cache_dtype: Any = None,
+        swap_space: int = 0,
     ):
         max_pages_per_seq = -(-max_model_len // page_size)
         own = nnx.merge(*nnx.split(model))
@@ -147,7 +151,8 @@ class ModelRunner:
             page_size=page_size,
             has_all_logits=has_drafts or max_logprobs > 0,
         )
-        init_cache(own, cache_spec_for(own, num_pages=num_pages, page_size=page_size, dtype=kv_cache_dtype))
+        spec = cache_spec_for(own, num_pages=num_pages, page_size=page_size, dtype=kv_cache_dtype)
+        init_cache(own, spec)
         self.vocab_size = _vocab_size(own, self._batch([], self.buckets.all()[0]))
         self._limits = dataclasses.replace(self._limits, vocab_size=self.vocab_size)
         self.max_logprobs = min(max_logprobs, self.vocab_size)
@@ -160,13 +165,27 @@ class ModelRunner:
             )
             self._decode_steps = self._step.with_function(decode_steps, name="engine_decode_steps")
         self._copy_pages = self._step.with_function(_copy_pages, name="copy_pages")
+        self.num_swap_slots = spec.pages_that_fit(swap_space, num_caches(own))
+        if swap_space and not self.num_swap_slots:
+            page_nbytes = spec.page_nbytes * num_caches(own)
+            raise ValueError(f"{swap_space=} bytes hold no page of all layers: expected at least {page_nbytes}, or 0.")
+        self._swap_space = None
+        if self.num_swap_slots:
+            self._swap_space = SwapSpace(self._step, num_pages=num_pages, num_slots=self.num_swap_slots)
         self._last_token_ids = jnp.zeros(max_num_seqs, jnp.int32)
 
     @property
     def num_traces(self) -> int:
         """How many step shapes have been traced."""
-        steps = (self._step, self._decode_steps, self._copy_pages)
+        steps = (self._step, self._decode_steps, self._copy_pages, self._swap_space)
         return sum(step.num_traces for step in steps if step is not None)
+
+    def swap(self, schedule: Schedule) -> None:
+        """Move the pages that a step needs moved to or from host memory, without waiting for the steps before it."""
+        if schedule.swap_outs:
+            self._swap_space.swap_out(schedule.swap_outs)
+        if schedule.swap_ins:
+            self._swap_space.swap_in(schedule.swap_ins)
 
     def launch(self, schedule: Schedule) -> LaunchedStep:
         """Give the device a step, without waiting for it. Pending tokens are those of the launch before this one."""
@@ -185,6 +204,8 @@ class ModelRunner:
             progress: Show a progress bar on stderr, if that is a terminal.
         """
         self._copy([(0, 0)])
+        if self._swap_space is not None:
+            self._swap_space.warmup()
         quiet = None if progress else True  # None: quiet where stderr is not a terminal
         for bucket in tqdm(self.buckets.all(), desc="Compiling", unit="shape", disable=quiet):
             jax.block_until_ready(self._run(self._batch([], bucket), bucket, 1))
@@ -196,6 +217,8 @@ class ModelRunner:
     def reset(self) -> None:
         """Start from an empty cache, after a step that failed."""
         self._step.reset_cache()
+        if self._swap_space is not None:
+            self._swap_space.reset()
         self._last_token_ids = jnp.zeros(self.max_num_seqs, jnp.int32)
 
     def _run(self, batch: Batch, bucket: Bucket, num_steps: int) -> tuple[SampledTokens, jax.Array]:

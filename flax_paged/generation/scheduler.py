@@ -49,12 +49,16 @@ class Schedule:
     Fields:
         items: The sequences' shares, in row order.
         preempted: Sequences that lost their pages and wait again.
+        swap_outs: (page, slot) of pages to copy to host memory before anything is written. None if there are swap_ins.
+        swap_ins: (slot, page) of pages to bring back from there before the step.
         num_tokens: Tokens of one step.
         num_decode_steps: Steps of the call; more than 1 only if every item is one token after which one is sampled.
     """
 
     items: list[ScheduledSequence] = dataclasses.field(default_factory=list)
     preempted: list[Sequence] = dataclasses.field(default_factory=list)
+    swap_outs: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    swap_ins: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     num_tokens: int = 0
     num_decode_steps: int = 1
 
@@ -74,8 +78,9 @@ class Scheduler:
 
     Each step first serves the running sequences, those that decode before those still in their prompt, and then admits
     waiting ones in order of rank (priority, then arrival) while budget, rows and pages last. The head of the queue is
-    never overtaken. When pages run out, the running sequence of the worst rank gives up its pages and waits to be
-    computed again, generated tokens included; so the sequence of the best rank always advances, and none starves.
+    never overtaken. When pages run out, the running sequence of the worst rank gives up its pages and waits: so the
+    sequence of the best rank always advances, and none starves. What it had computed is kept in host memory if there
+    are slots for all of its pages, and else computed again, generated tokens included.
 
     A call runs several decode steps only if every sequence in it decodes, none can reach its length limit before the
     last of them, no one's logit rules change between them, and there are pages for all of them that nobody holds.
@@ -86,9 +91,10 @@ class Scheduler:
         max_num_batched_tokens: Most tokens in a step.
         max_prefill_chunk: Most tokens of one prompt in a step; None for the whole budget.
         decode_steps_per_call: Most decode steps in one compiled call.
+        num_swap_slots: Pages of preempted sequences that host memory may hold.
 
     Raises:
-        ValueError: A count is below 1, or the budget cannot decode every sequence at once.
+        ValueError: A count is too small, or the budget cannot decode every sequence at once.
     """
 
     def __init__(
@@ -99,6 +105,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_prefill_chunk: int | None = None,
         decode_steps_per_call: int = 1,
+        num_swap_slots: int = 0,
     ):
         if max_num_seqs < 1:
             raise ValueError(f"{max_num_seqs=}: expected at least 1.")
@@ -111,6 +118,8 @@ class Scheduler:
             raise ValueError(f"{max_prefill_chunk=}: expected at least 1, or None.")
         if decode_steps_per_call < 1:
             raise ValueError(f"{decode_steps_per_call=}: expected at least 1.")
+        if num_swap_slots < 0:
+            raise ValueError(f"{num_swap_slots=}: expected 0 or more.")
         self.pool = pool
         self.decode_steps_per_call = decode_steps_per_call
         self.max_num_seqs = max_num_seqs
@@ -120,11 +129,18 @@ class Scheduler:
         self.waits_for: str | None = None  # the limit that kept the head of the queue out of the last step
         self.counts: collections.Counter[str] = collections.Counter()  # for `EngineStats`
         self._waiting: list[tuple[tuple, Sequence]] = []  # heap by rank
+        self._num_swap_slots = num_swap_slots
+        self._free_slots = list(range(num_swap_slots))
 
     @property
     def num_waiting(self) -> int:
         """Sequences that hold no pages and wait for a place."""
         return len(self._waiting)
+
+    @property
+    def num_swapped_pages(self) -> int:
+        """Pages of waiting sequences that host memory holds."""
+        return self._num_swap_slots - len(self._free_slots)
 
     @property
     def has_unfinished(self) -> bool:
@@ -189,14 +205,21 @@ class Scheduler:
             self._release(sequence)
         elif sequence.status is Status.WAITING:
             self._dequeue(sequence)
+            self._free_swap_slots(sequence)
         sequence.status = Status.FINISHED
         self._release_forks(sequence)
 
-    def preempt(self, sequence: Sequence) -> None:
-        """Take a running sequence's pages; it waits to be computed again from its first token."""
+    def preempt(self, sequence: Sequence, schedule: Schedule | None = None) -> None:
+        """Take a running sequence's pages; it waits, to be computed again from its first token or swapped in.
+
+        Args:
+            sequence: The sequence.
+            schedule: The step that needs the pages, which may copy them to host memory first; None to lose them.
+        """
         self.running.remove(sequence)
+        if schedule is None or not self._swap_out(sequence, schedule):
+            sequence.num_computed_tokens = 0
         self._release(sequence)
-        sequence.num_computed_tokens = 0
         sequence.num_preemptions += 1
         sequence.status = Status.WAITING
         self._enqueue(sequence)
@@ -206,9 +229,13 @@ class Scheduler:
         sequence.num_computed_tokens -= num_tokens
 
     def preempt_all(self) -> None:
-        """Preempt every running sequence and forget every cached prefix, because the cache is no longer valid."""
+        """Preempt every running sequence and forget every cached page, because the cache is no longer valid."""
         for sequence in list(self.running):
             self.preempt(sequence)
+        for _, sequence in self._waiting:
+            if sequence.swap_slots:
+                sequence.num_computed_tokens = 0
+                self._free_swap_slots(sequence)
         self.pool.forget_all()
 
     def _schedule_running(self, sequence: Sequence, schedule: Schedule) -> None:
@@ -220,7 +247,7 @@ class Scheduler:
         num_new += len(drafts)
         while self._num_pages_missing(sequence, num_new) > self.pool.num_available:
             victim = max(self.running, key=lambda s: s.rank)
-            self.preempt(victim)
+            self.preempt(victim, schedule)
             schedule.preempted.append(victim)
             schedule.remove(victim)
             if victim is sequence:
@@ -264,7 +291,7 @@ class Scheduler:
                 return "max_num_seqs"
             if budget < 1:
                 return "max_num_batched_tokens"
-            if not self._start(sequence):
+            if not self._start(sequence, schedule):
                 return "num_pages"
             heapq.heappop(self._waiting)
             self.running.append(sequence)
@@ -283,13 +310,15 @@ class Scheduler:
         if self.waits_for:
             self.counts[f"steps waited for {self.waits_for}"] += 1
 
-    def _start(self, sequence: Sequence) -> bool:
-        """Give a waiting sequence its cached prefix, if the rest of its tokens has pages too."""
-        if sequence.leader is not None and sequence.leader.status is Status.RUNNING and not sequence.output_token_ids:
+    def _start(self, sequence: Sequence, schedule: Schedule) -> bool:
+        """Give a waiting sequence what is there of its tokens, if the rest of them has pages too."""
+        if self._can_fork(sequence, schedule):
             return self._fork(sequence)
         # At least one token is computed, for its logits. All of the prompt are, if it is asked how likely they were.
         matchable = sequence.token_ids[: sequence.num_tokens - 1]
-        if sequence.params.prompt_logprobs is not None:
+        if sequence.swap_slots:
+            matchable = sequence.token_ids[: sequence.num_computed_tokens]
+        elif sequence.params.prompt_logprobs is not None:
             matchable = []
         nodes = self.pool.match(matchable, sequence.salt)
         num_revived = sum(self.pool.num_users(node.page) == 0 for node in nodes)
@@ -301,10 +330,50 @@ class Scheduler:
         sequence.pages = [node.page for node in nodes]
         sequence.prefix_node = nodes[-1] if nodes else self.pool.root
         sequence.num_remembered_pages = len(nodes)
+        if sequence.swap_slots:
+            self._swap_in(sequence, schedule)
+            return True
         sequence.num_computed_tokens = len(nodes) * self.pool.page_size
         if sequence.num_preemptions == 0:
             self._count_cached(sequence, sequence.num_computed_tokens)
         return True
+
+    def _swap_out(self, sequence: Sequence, schedule: Schedule) -> bool:
+        """Have a sequence's computed pages copied to host memory, if there are slots for all of them."""
+        pages = sequence.pages[: self.pool.pages_for(sequence.num_computed_tokens)]
+        if len(pages) > len(self._free_slots):
+            return False
+        # A copy that was scheduled for its sake is not made any more.
+        copies = [copy for item in schedule.items if item.sequence is sequence for copy in item.page_copies]
+        originals = {destination: source for source, destination in copies}
+        sequence.swap_slots = [self._free_slots.pop() for _ in pages]
+        schedule.swap_outs += [
+            (originals.get(page, page), slot) for page, slot in zip(pages, sequence.swap_slots, strict=True)
+        ]
+        self.counts["num_swapped_out_pages"] += len(pages)
+        return True
+
+    def _swap_in(self, sequence: Sequence, schedule: Schedule) -> None:
+        """Bring back a sequence's pages that the prefix cache has lost meanwhile."""
+        slots = sequence.swap_slots[len(sequence.pages) :]
+        pages = [self.pool.allocate() for _ in slots]
+        sequence.pages += pages
+        schedule.swap_ins += zip(slots, pages, strict=True)
+        self.counts["num_swapped_in_pages"] += len(pages)
+        self._free_swap_slots(sequence)
+
+    def _free_swap_slots(self, sequence: Sequence) -> None:
+        self._free_slots += sequence.swap_slots
+        sequence.swap_slots = []
+
+    def _can_fork(self, sequence: Sequence, schedule: Schedule) -> bool:
+        """Whether a sequence's leader holds the whole prompt, computed in an earlier step."""
+        leader = sequence.leader
+        if leader is None or leader.status is not Status.RUNNING or sequence.output_token_ids or sequence.swap_slots:
+            return False
+        # After a preemption the leader may be in its prompt again.
+        is_computing = any(item.sequence is leader and item.context_len < leader.prompt_len for item in schedule.items)
+        return leader.num_computed_tokens >= leader.prompt_len and not is_computing
 
     def _fork(self, sequence: Sequence) -> bool:
         """Give a sequence its leader's prompt pages. Only the last prompt token is computed again, for its logits."""

@@ -70,6 +70,7 @@ class Sequence:
         self.prompt_len = len(self.token_ids)
         self.status = Status.WAITING
         self.pages: list[int] = []
+        self.swap_slots: list[int] = []  # host copies of its first pages, while it waits after a preemption
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
         self.previous_row = 0  # row of the last launched step that samples the pending token

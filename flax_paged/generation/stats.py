@@ -22,6 +22,9 @@ class EngineStats:
         num_cached_tokens: Prompt tokens found in the prefix cache, and so not computed.
         num_sampled_tokens: Tokens given to requests.
         num_preemptions: Times a sequence lost its pages.
+        num_swapped_pages: Pages of preempted sequences that host memory holds.
+        num_swapped_out_pages: Pages copied to host memory.
+        num_swapped_in_pages: Pages copied back from there.
         num_draft_tokens: Tokens guessed.
         num_right_draft_tokens: Tokens guessed rightly.
     """
@@ -38,5 +41,8 @@ class EngineStats:
     num_cached_tokens: int
     num_sampled_tokens: int
     num_preemptions: int
+    num_swapped_pages: int
+    num_swapped_out_pages: int
+    num_swapped_in_pages: int
     num_draft_tokens: int
     num_right_draft_tokens: int

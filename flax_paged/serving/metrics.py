@@ -17,6 +17,7 @@ _GAUGES = {
     "num_free_pages": ("free_pages", "Pages that hold nothing of use."),
     "num_cached_pages": ("cached_pages", "Pages that nobody holds but whose prefix may be asked for again."),
     "num_live_pages": ("live_pages", "Pages that a sequence holds."),
+    "num_swapped_pages": ("swapped_pages", "Pages of preempted sequences that host memory holds."),
 }
 _COUNTERS = {
     "num_steps": ("steps", "Steps launched."),
@@ -24,6 +25,8 @@ _COUNTERS = {
     "num_cached_tokens": ("cached_tokens", "Prompt tokens found in the prefix cache."),
     "num_sampled_tokens": ("sampled_tokens", "Tokens given to requests."),
     "num_preemptions": ("preemptions", "Times a sequence lost its pages."),
+    "num_swapped_out_pages": ("swapped_out_pages", "Pages copied to host memory."),
+    "num_swapped_in_pages": ("swapped_in_pages", "Pages copied back from host memory."),
     "num_draft_tokens": ("draft_tokens", "Tokens guessed."),
     "num_right_draft_tokens": ("right_draft_tokens", "Tokens guessed rightly."),
 }

@@ -14,15 +14,24 @@ from flax_paged.generation.sequence import Sequence, Status
 PARAMS = SamplingParams()
 
 
-def make_sequence(prompt_len, max_tokens=4, *, arrival=0, priority=0, first_token=0):
+def make_sequence(prompt_len, max_tokens=4, *, arrival=0, priority=0, first_token=0, leader=None, index=0):
     prompt = range(first_token, first_token + prompt_len)
-    return Sequence(
-        str(arrival), prompt, PARAMS, max_num_tokens=prompt_len + max_tokens, arrival=arrival, priority=priority
-    )
+    order = {"arrival": arrival, "priority": priority, "index": index}
+    sequence = Sequence(str(arrival), prompt, PARAMS, max_num_tokens=prompt_len + max_tokens, **order)
+    sequence.leader = leader
+    return sequence
 
 
 def make_scheduler(
-    num_pages=32, page_size=4, *, max_num_seqs=4, max_num_batched_tokens=16, chunk=None, cache=True, decode_steps=1
+    num_pages=32,
+    page_size=4,
+    *,
+    max_num_seqs=4,
+    max_num_batched_tokens=16,
+    chunk=None,
+    cache=True,
+    decode_steps=1,
+    swap_slots=0,
 ):
     return Scheduler(
         PagePool(num_pages, page_size, prefix_caching=cache),
@@ -30,6 +39,7 @@ def make_scheduler(
         max_num_batched_tokens=max_num_batched_tokens,
         max_prefill_chunk=chunk,
         decode_steps_per_call=decode_steps,
+        num_swap_slots=swap_slots,
     )
 
 
@@ -127,6 +137,69 @@ def test_out_of_pages_preempts_the_last_and_keeps_its_tokens():
     assert second.num_preemptions == 1
 
 
+@pytest.mark.parametrize("cache", [True, False])
+def test_swapped_out_sequence_goes_on_where_it_was(cache):
+    scheduler = make_scheduler(num_pages=4, cache=cache, swap_slots=2)
+    first, second = make_sequence(8, 8, arrival=0), make_sequence(7, 4, arrival=1, first_token=100)
+    scheduler.add(first)
+    scheduler.add(second)
+    take_results(scheduler, scheduler.schedule())
+    pages = second.pages
+    schedule = scheduler.schedule()
+    assert schedule.preempted == [second] and second.pages == [] and scheduler.num_swapped_pages == 2
+    assert schedule.swap_outs == list(zip(pages, second.swap_slots, strict=True))
+    slots = second.swap_slots
+    while not first.is_finished:
+        take_results(scheduler, schedule)
+        schedule = scheduler.schedule()
+    assert rows(schedule) == [("1", 7, 1)] and scheduler.num_swapped_pages == 0
+    # With a prefix cache, its full page may still be there.
+    num_found = 2 - len(schedule.swap_ins)
+    assert num_found <= cache
+    assert schedule.swap_ins == list(zip(slots[num_found:], second.pages[num_found:], strict=True))
+
+
+def test_sequence_that_does_not_fit_in_host_memory_is_computed_again():
+    scheduler = make_scheduler(num_pages=4, cache=False, swap_slots=1)
+    for arrival in range(2):
+        scheduler.add(make_sequence(8, arrival=arrival, first_token=100 * arrival))
+    take_results(scheduler, scheduler.schedule())
+    schedule = scheduler.schedule()
+    assert len(schedule.preempted) == 1 and not schedule.swap_outs and scheduler.num_swapped_pages == 0
+    assert schedule.preempted[0].num_computed_tokens == 0
+
+
+@pytest.mark.parametrize("end", ["lost cache", "abort"])
+def test_lost_cache_and_abort_free_host_memory(end):
+    scheduler = make_scheduler(num_pages=4, cache=False, swap_slots=2)
+    sequences = [make_sequence(8, arrival=i, first_token=100 * i) for i in range(2)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    take_results(scheduler, scheduler.schedule())
+    scheduler.schedule()
+    assert scheduler.num_swapped_pages == len(sequences[1].swap_slots) == 2
+    if end == "abort":
+        scheduler.finish(sequences[1], "abort")
+    else:
+        scheduler.preempt_all()
+        assert sequences[1].num_computed_tokens == 0
+    assert scheduler.num_swapped_pages == len(sequences[1].swap_slots) == 0
+
+
+def test_answer_does_not_fork_off_a_leader_that_is_in_its_prompt_again():
+    scheduler = make_scheduler(chunk=8, max_num_seqs=2, cache=False)
+    other, leader = make_sequence(3, 9, arrival=0, first_token=100), make_sequence(13, arrival=1)
+    fork = make_sequence(13, arrival=1, leader=leader, index=1)
+    for sequence in (other, leader, fork):
+        scheduler.add(sequence)
+    for _ in range(3):
+        take_results(scheduler, scheduler.schedule())
+    assert leader.output_token_ids and scheduler.waits_for == "max_num_seqs"  # the fork waits, but no more for it
+    scheduler.finish(other, "abort")
+    scheduler.preempt(leader)
+    assert rows(scheduler.schedule()) == [("1", 0, 8), ("1", 0, 8)]
+
+
 def test_request_that_can_never_fit_is_refused_with_the_arithmetic():
     scheduler = make_scheduler(num_pages=3, page_size=4)
     scheduler.add(make_sequence(8, 5))  # 12 tokens in the cache: just fits
@@ -200,7 +273,9 @@ def test_decode_steps_take_no_page_from_anybody():
 
 
 requests = st.lists(
-    st.tuples(st.integers(1, 20), st.integers(1, 12), st.integers(0, 2), st.integers(0, 3)), min_size=1, max_size=12
+    st.tuples(st.integers(1, 20), st.integers(1, 12), st.integers(0, 2), st.integers(0, 3), st.integers(1, 3)),
+    min_size=1,
+    max_size=12,
 )
 
 
@@ -212,26 +287,40 @@ requests = st.lists(
     cache=st.booleans(),
     steps_ahead=st.booleans(),
     decode_steps=st.sampled_from([1, 3, 8]),
+    swap_slots=st.sampled_from([0, 5, 20]),
     data=st.data(),
 )
-def test_every_request_ends_and_every_page_returns(requests, num_pages, chunk, cache, steps_ahead, decode_steps, data):
-    """Random arrivals, priorities, aborts and stops, in a pool that forces preemption."""
-    scheduler = make_scheduler(num_pages, max_num_batched_tokens=8, chunk=chunk, cache=cache, decode_steps=decode_steps)
-    written = {}  # page -> the (position, tokens up to it) that each slot was computed for
+def test_every_request_ends_and_every_page_returns(
+    requests, num_pages, chunk, cache, steps_ahead, decode_steps, swap_slots, data
+):
+    """Random arrivals, priorities, aborts, stops and numbers of answers, in a pool that forces preemption."""
+    scheduler = make_scheduler(
+        num_pages,
+        max_num_batched_tokens=8,
+        chunk=chunk,
+        cache=cache,
+        decode_steps=decode_steps,
+        swap_slots=swap_slots,
+    )
+    written = {}  # (page, offset) -> the (position, tokens up to it) that it was computed for
+    host = {}  # likewise, of slots in host memory
     sequences = []
     in_flight = None
     for step in range(2000):
         if step < len(requests):
-            prompt_len, max_tokens, priority, first_token = requests[step]
-            sequences.append(
-                make_sequence(prompt_len, max_tokens, arrival=step, priority=priority, first_token=first_token)
-            )
-            scheduler.add(sequences[-1])
+            prompt_len, max_tokens, priority, first_token, num_answers = requests[step]
+            options = {"arrival": step, "priority": priority, "first_token": first_token}
+            leader = None
+            for index in range(num_answers):
+                sequences.append(make_sequence(prompt_len, max_tokens, **options, leader=leader, index=index))
+                leader = leader or sequences[-1]
+                scheduler.add(sequences[-1])
         if data.draw(st.integers(0, 19)) == 0:
             scheduler.finish(data.draw(st.sampled_from(sequences)), "abort")
         schedule = scheduler.schedule()
         check_schedule(scheduler, schedule)
-        write_and_check(schedule, written)
+        write_and_check(schedule, written, host)
+        check_slots(scheduler, sequences)
         previous, in_flight = in_flight, schedule
         if steps_ahead and previous:
             take_results(scheduler, previous, token=step % 3)
@@ -241,6 +330,7 @@ def test_every_request_ends_and_every_page_returns(requests, num_pages, chunk, c
             break
     assert all(s.is_finished for s in sequences)
     assert scheduler.pool.num_live == 0 and scheduler.pool.num_available == num_pages
+    assert scheduler.num_swapped_pages == 0
     for sequence in sequences:
         if sequence.finish_reason == "length":
             assert len(sequence.token_ids) == sequence.max_num_tokens
@@ -258,15 +348,32 @@ def check_schedule(scheduler, schedule):
     assert scheduler.pool.num_live == len(set(held))
 
 
+def check_slots(scheduler, sequences):
+    """Only waiting sequences have slots, each its own."""
+    slots = [slot for sequence in sequences for slot in sequence.swap_slots]
+    assert len(set(slots)) == len(slots) == scheduler.num_swapped_pages
+    assert all(sequence.status is Status.WAITING for sequence in sequences if sequence.swap_slots)
+
+
 def end_of(item, schedule):
     return item.context_len + item.num_new_tokens + schedule.num_decode_steps - 1
 
 
-def write_and_check(schedule, written):
-    """Note which prefix each slot's keys were computed for; every slot read must hold the reader's own prefix.
+def write_and_check(schedule, written, host):
+    """Move and copy pages, then note which prefix each slot's keys were computed for.
 
-    A pending token is not known, so a prefix is compared up to the tokens known when it was written.
+    Every slot read must hold the reader's own prefix. A pending token is not known, so a prefix is compared up to the
+    tokens known when it was written.
     """
+    assert not (schedule.swap_outs and schedule.swap_ins)
+    copies = [copy for item in schedule.items for copy in item.page_copies]
+    for moves, source, target in (
+        (schedule.swap_outs, written, host),
+        (schedule.swap_ins, host, written),
+        (copies, written, written),
+    ):
+        moved = {(to, i): source.get((at, i)) for at, to in moves for i in range(4)}
+        target.update(moved)
     for item in schedule.items:
         for position in range(item.context_len, end_of(item, schedule)):
             page, offset = item.sequence.pages[position // 4], position % 4
