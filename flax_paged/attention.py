@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_paged.cache import CacheSpec, KVCache, KVScale
 from flax_paged.metadata import PagedMetadata
-from flax_paged.ops import kv_cache_update, paged_attention_with_update, ragged_paged_attention
+from flax_paged.ops import cascade_attention, kv_cache_update, paged_attention_with_update, ragged_paged_attention
 from flax_paged.ops.dense_attention import dense_attention
 from flax_paged.ops.quantization import quantize_per_head
 from flax_paged.sharding import mesh_axis
@@ -34,6 +34,9 @@ class PagedAttention(nnx.Module):
     With a cache, `layer(q, k, v, metadata)` first writes k and v to the slots of `metadata.slot_mapping`. Without one
     it attends densely among the tokens of the batch, each sequence to itself, which is what training and memory
     profiling need: `layer(q, k, v)` for padded batches `[B, L, heads, head_dim]`, or the ragged form with metadata.
+
+    Where metadata has `num_shared_pages`, a layer reads the pages that all sequences begin with once for all of them
+    (cascade attention). A layer with a sliding window, chunks or ALiBi, or that is not causal, reads them for each.
 
     Args:
         num_heads: Query heads H.
@@ -380,7 +383,10 @@ def _update_and_attend(q, new, kv_pages, kv_scales, per_head, metadata: PagedMet
     batch = (metadata.seq_lens, metadata.block_tables, metadata.query_start_loc, metadata.num_seqs)
     options |= {"max_query_len": metadata.max_query_len, **per_head}
     slices_in_flight = metadata.num_slices_per_kv_cache_update_block
-    if new is not None and kv_scales is None and slices_in_flight is None:
+    # A prefix has no single distance to the queries of several sequences; layers that need one read it for each.
+    is_cascade = metadata.num_shared_pages is not None and options["causal"]
+    is_cascade &= all(options.get(name) is None for name in ("sliding_window", "attention_chunk_size", "alibi_slopes"))
+    if new is not None and kv_scales is None and slices_in_flight is None and not is_cascade:
         out, kv_pages = paged_attention_with_update(q, *new, kv_pages, *update, *batch, **options)
         return out, kv_pages, None
     if new is not None:
@@ -398,7 +404,11 @@ def _update_and_attend(q, new, kv_pages, kv_scales, per_head, metadata: PagedMet
         else:
             scales = {name: options[name] for name in ("k_scale", "v_scale") if name in options}
             kv_pages = write(kv_pages, k, v, *update, **scales)
-    out = ragged_paged_attention(q, kv_pages, *batch, kv_scales=kv_scales, **options)
+    if is_cascade:
+        del options["causal"]  # the cascade says itself which part is
+        out = cascade_attention(q, kv_pages, *batch, metadata.num_shared_pages, kv_scales=kv_scales, **options)
+    else:
+        out = ragged_paged_attention(q, kv_pages, *batch, kv_scales=kv_scales, **options)
     return out, kv_pages, kv_scales
 
 

@@ -1,6 +1,7 @@
 """`PagedMetadata`, the pytree that tells a model which tokens belong to which sequence and page, and its builder."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -30,6 +31,8 @@ class PagedMetadata:
         query_start_loc: i32[S + 1]. Cumulative query lengths; sequence i owns token rows [i, i + 1).
         num_seqs: i32[1]. Live rows of `seq_lens` and `block_tables`.
         logits_indices: i32[N] or None. Token rows whose logits are wanted; None means each sequence's last token.
+        num_shared_pages: i32[1] or None. Full pages of context that every live sequence begins with, which a layer then
+            reads once for all of them (cascade attention); None for a step that does not ask for it.
         max_query_len: Static. An upper bound on this step's tokens per sequence, or None; 1 selects the decode path.
         num_slices_per_kv_cache_update_block: Static. Slices that the TPU cache-update kernel keeps in flight; None lets
             the attention kernel write them.
@@ -43,6 +46,7 @@ class PagedMetadata:
     query_start_loc: Array  # i32[S + 1]
     num_seqs: Array  # i32[1]
     logits_indices: Array | None = None  # i32[N]
+    num_shared_pages: Array | None = None  # i32[1]
     max_query_len: int | None = dataclasses.field(default=None, metadata={"static": True})
     num_slices_per_kv_cache_update_block: int | None = dataclasses.field(default=None, metadata={"static": True})
 
@@ -86,6 +90,7 @@ def build_metadata(
     max_pages_per_seq: int,
     logits: Literal["last", "all"] = "last",
     max_query_len: int | None = None,
+    cascade: bool = False,
 ) -> PagedMetadata:
     """Build one step's metadata on the host and pad it to a bucket.
 
@@ -100,6 +105,8 @@ def build_metadata(
         max_pages_per_seq: P, padded number of pages of a sequence.
         logits: "last" for the last token of each sequence, "all" for every token (logits_indices of shape [T]).
         max_query_len: Static bound passed on to the kernels; must cover every sequence.
+        cascade: Have layers read the pages that all sequences begin with once for all of them. How many there are does
+            not change the compiled step. Worth it for many sequences with a long prefix in common.
 
     Returns:
         PagedMetadata of numpy int32 arrays.
@@ -151,6 +158,7 @@ def build_metadata(
         query_start_loc=query_start_loc,
         num_seqs=np.array([num_seqs], np.int32),
         logits_indices=np.arange(max_num_tokens, dtype=np.int32) if logits == "all" else None,
+        num_shared_pages=np.array([_num_shared_pages(sequences, page_size)], np.int32) if cascade else None,
         max_query_len=max_query_len,
     )
 
@@ -271,6 +279,15 @@ def _check_sequence(
     if lowest < 0 or highest >= num_pages:
         page = lowest if lowest < 0 else highest
         raise ValueError(f"{where}.pages holds page id {page}: expected 0 <= id < num_pages={num_pages}.")
+
+
+def _num_shared_pages(sequences: Sequence[SequenceSlice], page_size: int) -> int:
+    """Count the pages that all of several sequences begin with, none of this step's tokens in them."""
+    if len(sequences) < 2:
+        return 0
+    num_full = min(sequence.context_len for sequence in sequences) // page_size
+    columns = zip(*(sequence.pages[:num_full] for sequence in sequences), strict=True)
+    return sum(1 for _ in itertools.takewhile(lambda pages: len(set(pages)) == 1, columns))
 
 
 def _update_slices(pages: Sequence[int], context_len: int, num_new_tokens: int, row: int, page_size: int):
