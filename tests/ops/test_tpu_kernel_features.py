@@ -22,6 +22,18 @@ H, KV, PAGE = 6, 3, 16
 DECODE = ((1, 5), (1, 64), (1, 130), (1, 33), (1, 1))
 MIXED = ((5, 5), (1, 77), (40, 100), (17, 60), (1, 128))
 SCALES = {"k_scale": np.array([0.02, 0.04, 0.03], np.float32), "v_scale": np.array([0.03, 0.01, 0.02], np.float32)}
+
+
+def page_mask_of(batch):
+    """Half of the pages hidden, at random; some queries are left with none at all."""
+    return np.random.default_rng(3).random(batch.block_tables.shape) < 0.5
+
+
+def draft_mask_of(batch):
+    """Random trees in two words: some tokens do not even see themselves."""
+    return np.random.default_rng(4).integers(-(2**31), 2**31, (len(batch.q), 2)).astype(np.int32)
+
+
 CACHES = {
     "f32": np.float32, "bf16": BF16, "int8": np.int8, "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2,
 }  # fmt: skip
@@ -32,6 +44,8 @@ FEATURES = {
     "chunk": lambda batch: {"attention_chunk_size": 37},
     "sinks": lambda batch: {"sinks": np.linspace(-2, 4, H).astype(np.float32)},
     "encoder": lambda batch: {"causal": False},
+    "page_mask": lambda batch: {"page_mask": page_mask_of(batch)},
+    "draft_mask": lambda batch: {"draft_mask": draft_mask_of(batch)},
 }
 # A tree's drafts lie side by side, so distances between their places mean nothing.
 MEANINGLESS = [{"draft_mask", other} for other in ("window", "alibi", "chunk", "encoder")]

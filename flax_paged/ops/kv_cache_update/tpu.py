@@ -124,7 +124,7 @@ def merge_groups(groups: jax.Array, rows: jax.Array, page: jax.Array, offset: ja
     leads = (page < num_pages) & (group != jnp.roll(group, 1).at[0].set(-1))
     (first,) = jnp.nonzero(leads, size=max_num_groups, fill_value=num_tokens)
     # The tokens of a group follow one another; those of the next group, and places past the end, are left out.
-    members = first.astype(jnp.int32)[:, None] + jnp.arange(size, dtype=jnp.int32)  # [N, G]
+    members = first.astype(jnp.int32)[:, None] + jnp.arange(size, dtype=jnp.int32)[None]  # [N, G]
     first, at = members[:, 0].clip(max=num_tokens - 1), members.clip(max=num_tokens - 1)
     is_member = (members < num_tokens) & (group[at] == group[first][:, None])
     place = jnp.where(is_member, offset[at] % size, size)
@@ -132,7 +132,7 @@ def merge_groups(groups: jax.Array, rows: jax.Array, page: jax.Array, offset: ja
     rows, old_page, old_group = lax.optimization_barrier((rows, page[first], offset[first] // size))
     merged = groups.at[old_page, old_group].get(mode="clip")  # [N, R, G, lanes]
     for i in range(size):
-        is_here = place[:, i, None] == jnp.arange(size, dtype=jnp.int32)  # [N, G]
+        is_here = place[:, i, None] == jnp.arange(size, dtype=jnp.int32)[None]  # [N, G]
         merged = jnp.where(is_here[:, None, :, None], rows[order[at[:, i]]][:, :, None], merged)
     targets = page[first] * groups_per_page + offset[first] // size
     sources = jnp.arange(max_num_groups, dtype=jnp.int32)

@@ -14,8 +14,9 @@ from flax_paged.ops.ragged_paged_attention.rules import AttentionRules
 _KERNEL_OPTIONS = (
     "sm_scale", "sliding_window", "soft_cap", "max_query_len", "vmem_limit_bytes", "num_kv_pages_per_block",
     "num_queries_per_block", "sinks", "attention_chunk_size", "causal", "alibi_slopes", "return_lse", "k_scale",
-    "v_scale", "out_dtype", "out_scale",
+    "v_scale", "out_dtype", "out_scale", "page_mask", "draft_mask",
 )  # fmt: skip
+_MAX_DRAFT_WORDS = 32  # for the kernel, whose code grows with them
 
 
 def ragged_paged_attention(
@@ -171,6 +172,8 @@ def ragged_paged_attention(
         causal=causal,
         k_scale=options["k_scale"],
         v_scale=options["v_scale"],
+        page_mask=options["page_mask"],
+        draft_mask=options["draft_mask"],
         out_dtype=out_dtype,
         out_scale=out_scale,
         return_lse=return_lse,
@@ -192,6 +195,8 @@ def missing_in_kernel(q: jax.Array, kv_pages: jax.Array, **options: Any) -> str:
     """
     options = {name: value for name, value in options.items() if value is not None and value is not False}
     asked = [name for name in options if name not in _KERNEL_OPTIONS]
+    if "draft_mask" in options and options["draft_mask"].shape[1] > _MAX_DRAFT_WORDS:
+        asked.append(f"draft_mask of more than {_MAX_DRAFT_WORDS} words")
     for name, array in (("q", q), ("kv_pages", kv_pages)):
         if array.dtype not in (jnp.float32, jnp.bfloat16, *(QUANTIZED_DTYPES if name == "kv_pages" else ())):
             asked.append(f"{array.dtype.name} {name}")

@@ -121,10 +121,10 @@ def vmem_bytes(problem: Problem, pages_per_block: int, queries_per_block: int) -
     return total
 
 
-def smem_bytes(problem: Problem, max_num_seqs: int) -> int:
-    """Bytes of SMEM: the page ids of two sequences, and the lengths of all."""
+def smem_bytes(problem: Problem, max_num_seqs: int, num_mask_words: int = 0) -> int:
+    """Bytes of SMEM: the page ids of two sequences, and the lengths and page masks of all."""
     table = 2 * -(-problem.pages_per_seq // _NUM_LANES) * _NUM_LANES * 4
-    return table + 2 * (max_num_seqs + 1) * 4
+    return table + 2 * (max_num_seqs + 1) * 4 + max_num_seqs * num_mask_words * 4
 
 
 def choose_block_sizes(

@@ -43,6 +43,8 @@ def ragged_paged_attention_tpu(
     causal: bool = True,
     k_scale: Any = None,
     v_scale: Any = None,
+    page_mask: jax.Array | None = None,
+    draft_mask: jax.Array | None = None,
     out_dtype: Any = None,
     out_scale: Any = None,
     return_lse: bool = False,
@@ -71,6 +73,8 @@ def ragged_paged_attention_tpu(
         causal: Whether later keys are hidden.
         k_scale: Of an int8 or float8 cache: a number or [num_kv_heads], or None.
         v_scale: Likewise.
+        page_mask: bool[max_num_seqs, pages_per_seq], pages that are seen; the others are not fetched. None for all.
+        draft_mask: i32[num_tokens, num_words], as in `ragged_paged_attention`; at most 32 words. None for none.
         out_dtype: Result dtype; None means q's. What is not float32 or bfloat16 leaves the kernel as float32.
         out_scale: Of an int8 or float8 result: a number or [num_q_heads], or None.
         return_lse: Return the logarithm of each softmax's denominator too.
@@ -108,7 +112,8 @@ def ragged_paged_attention_tpu(
         max_query_len=max_query_len,
         is_packed=layout.is_packed,
     )
-    _check_smem(problem, seq_lens.shape[0])
+    page_mask_words, num_mask_words = _page_mask_words(page_mask)
+    _check_smem(problem, seq_lens.shape[0], num_mask_words)
     blocks = choose_block_sizes(
         problem,
         generation=tpu_generation() if interpret is False else None,
@@ -144,9 +149,13 @@ def ragged_paged_attention_tpu(
         tokens_per_group=layout.tokens_per_group,
         per_head=tuple(per_head),
         has_lse=return_lse,
+        num_mask_words=num_mask_words,
+        num_draft_words=0 if draft_mask is None else draft_mask.shape[1],
     )
     if "k_scale" in per_head:
         per_head["k_scale"] *= config.score_factor
+    if page_mask is not None:  # a negative id is not fetched
+        block_tables = jnp.where(page_mask, block_tables, -1)
     groups = token_groups(kv_pages, layout)
     padding = ((0, 0), (0, padded_rows(num_q_heads) - num_q_heads), (0, layout.num_lanes - head_dim))
     out, *others = _call(
@@ -163,6 +172,8 @@ def ragged_paged_attention_tpu(
         vmem_limit_bytes=blocks.vmem_limit_bytes,
         interpret=interpret,
         per_head=_per_head_rows(per_head.values()) if per_head else None,
+        page_mask=page_mask_words,
+        draft_mask=draft_mask,
         update=None if update is None else prepare_update(groups, layout, *update),
     )
     first = V_LANE if layout.is_packed else 0
@@ -206,8 +217,20 @@ def _check(q, kv_pages):
         )
 
 
-def _check_smem(problem, max_num_seqs):
-    needed = smem_bytes(problem, max_num_seqs)
+def _page_mask_words(page_mask):
+    """A page mask as the kernel reads it, i32[S * words and some more], and the words of a sequence."""
+    if page_mask is None:
+        return None, 0
+    num_pages = page_mask.shape[1]
+    num_words = -(-num_pages // 32)
+    bits = jnp.pad(page_mask, ((0, 0), (0, num_words * 32 - num_pages))).reshape(-1, 32).astype(jnp.uint32)
+    words = jnp.sum(bits << jnp.arange(32, dtype=jnp.uint32)[None], axis=1, dtype=jnp.uint32).astype(jnp.int32)
+    # The last block of a sequence may reach past its words, the last sequence's past all.
+    return jnp.pad(words, (0, num_words + 1)), num_words
+
+
+def _check_smem(problem, max_num_seqs, num_mask_words):
+    needed = smem_bytes(problem, max_num_seqs, num_mask_words)
     if needed > SMEM_BUDGET:
         raise ValueError(
             f"block_tables of {problem.pages_per_seq} pages for each of {max_num_seqs} sequences needs {needed} bytes"
@@ -228,16 +251,24 @@ def _call(
     vmem_limit_bytes,
     interpret,
     per_head,
+    page_mask,
+    draft_mask,
     update,
 ):
     scalars, operands = [seq_lens, query_start_loc, num_seqs], [q, block_tables, kv_pages]
     out_shape, aliases = [jax.ShapeDtypeStruct(q.shape, out_dtype)], {}
+    if page_mask is not None:
+        scalars.append(page_mask)
+    if draft_mask is not None:
+        scalars.append(jnp.pad(draft_mask[:, 0] & 1, (0, 1)))
+        draft_mask = jnp.pad(draft_mask, ((0, 0), (0, -draft_mask.shape[1] % NUM_LANES)))[:, None]
+        operands.insert(0, draft_mask)
     if update is not None:
         slot_mapping, num_slices, new_groups = update
         scalars += [slot_mapping, num_slices]
-        operands.insert(2, new_groups)
+        operands.insert(-1, new_groups)
         out_shape.append(jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype))
-        aliases = {len(scalars) + 3: 1}
+        aliases = {len(scalars) + len(operands) - 1: 1}
     if config.has_lse:
         out_shape.append(jax.ShapeDtypeStruct((len(q), 1, _lse_lanes(q)), jnp.float32))
     if interpret is False:
@@ -255,7 +286,7 @@ def _call(
             grid=(1,),
             in_specs=in_specs,
             out_specs=[hbm] * len(out_shape),
-            scratch_shapes=_scratch_shapes(config, q, kv_pages, block_tables.shape[1], out_dtype),
+            scratch_shapes=_scratch_shapes(config, q, kv_pages, block_tables.shape[1], out_dtype, draft_mask),
         ),
         out_shape=out_shape,
         input_output_aliases=aliases,
@@ -269,7 +300,7 @@ def _lse_lanes(q):
     return -(-q.shape[1] // NUM_LANES) * NUM_LANES
 
 
-def _scratch_shapes(config, q, kv_pages, pages_per_seq, out_dtype):
+def _scratch_shapes(config, q, kv_pages, pages_per_seq, out_dtype, draft_mask):
     """Scratch in the order of `Refs.ordered`; `block_sizes.vmem_bytes` counts the same buffers."""
     _, num_q_rows, head_dim = q.shape
     smem, vmem, dma = pltpu.SMEM, pltpu.VMEM, pltpu.SemaphoreType.DMA
@@ -299,6 +330,8 @@ def _scratch_shapes(config, q, kv_pages, pages_per_seq, out_dtype):
         ]
     if config.has_lse:
         scratch.append(vmem((2, config.queries_per_block, 1, _lse_lanes(q)), jnp.float32))
+    if config.has_draft_mask:
+        scratch.append(vmem((3, config.queries_per_block, 1, draft_mask.shape[2]), jnp.int32))
     if config.has_update:
         scratch.append(dma((SLICES_IN_FLIGHT,)))
     return scratch

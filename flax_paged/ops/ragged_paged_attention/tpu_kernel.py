@@ -91,14 +91,14 @@ def _attend_item(config, refs, s, i, num_done, num_blocks_done, cursor):
         pipeline.wait_pages(config, refs, item, b, buffer)
         return buffer, fetch, cursor
 
-    pipeline.q_copy(refs, item, q_slot).wait()
+    pipeline.wait_q(config, refs, item, q_slot)
     pipeline.wait_out(config, refs, out_slot)
     decode = functools.partial(_decode, config, refs, item, q_slot, out_slot, begin_block)
     prefill = functools.partial(_prefill, config, refs, item, q_slot, out_slot, begin_block)
     if config.decode_only:
         cursor = decode(cursor)
     else:
-        cursor = lax.cond(item.num_queries == 1, decode, prefill, cursor)
+        cursor = lax.cond(pipeline.takes_decode_path(config, item), decode, prefill, cursor)
     pipeline.start_out(config, refs, item, out_slot)
     return num_done + 1, num_blocks_done + item.num_blocks, cursor
 
@@ -168,7 +168,7 @@ def _decode_whole_block(config, refs, q, buffer, fetch, keys, m, l, acc):  # noq
             return
         # Branch-free: the compiler predicates the copies and places them among the vector work.
         for j in range(config.pages_per_block):
-            pl.when(j < fetch[1])(lambda j=j: pipeline.page_copy(config, refs, buffer, fetch, j).start())
+            pl.when(j < fetch[1])(lambda j=j: pipeline.start_page(config, refs, buffer, fetch, j))
 
     return _fold_tokens(config, refs, refs.kv.at[buffer], q, keys, m, l, acc, refill=refill)
 
@@ -264,10 +264,13 @@ def _prefill(config, refs, item, q_slot, out_slot, begin_block, cursor):
             if not config.is_packed:
                 refs.v_rows[head] = v.astype(config.compute_dtype)
         pipeline.start_pages(config, refs, buffer, fetch)
+        if config.num_mask_words:
+            _prefill_block(config, refs, Keys(item, start, True), q_slot)
+            return cursor
         # Every query sees every key of an interior block, so it needs no mask.
         is_edge = is_edge_block(config, item, start)
-        pl.when(is_edge)(lambda: _prefill_block(config, refs, Keys(item, start, True)))
-        pl.when(jnp.logical_not(is_edge))(lambda: _prefill_block(config, refs, Keys(item, start, False)))
+        pl.when(is_edge)(lambda: _prefill_block(config, refs, Keys(item, start, True), q_slot))
+        pl.when(jnp.logical_not(is_edge))(lambda: _prefill_block(config, refs, Keys(item, start, False), q_slot))
         return cursor
 
     cursor = lax.fori_loop(0, item.num_blocks, block, cursor)
@@ -296,9 +299,9 @@ def _load_q_rows(config, refs, q_ref):
             put(2 * pair + 1, pltpu.bitcast(high_half(words), jnp.float32))
 
 
-def _prefill_block(config, refs, keys):
+def _prefill_block(config, refs, keys, q_slot):
     """Fold the keys in `refs.k_rows` and `v_rows`."""
-    mask = prefill_mask(config, refs.kv.dtype, keys)
+    mask = prefill_mask(config, refs, keys, q_slot)
     rows = config.heads_per_chunk * config.queries_per_block
 
     def chunk(c, head):

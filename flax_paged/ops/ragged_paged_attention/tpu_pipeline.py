@@ -40,10 +40,17 @@ class KernelConfig:
     attention_chunk_size: int | None = None
     per_head: tuple[str, ...] = ()  # options with a number for each query head, in the order of `Refs.per_head`
     has_lse: bool = False
+    num_mask_words: int = 0  # words of a sequence's page mask; 0 without one
+    num_draft_words: int = 0  # words of a query's draft mask; 0 without one
 
     def has(self, name: str) -> bool:
         """Whether an option with a number for each query head is in use."""
         return name in self.per_head
+
+    @property
+    def has_draft_mask(self) -> bool:
+        """Whether there is a draft mask."""
+        return self.num_draft_words > 0
 
     @property
     def tokens_per_block(self) -> int:
@@ -84,6 +91,7 @@ class Item:
     query_row: Any  # row of its first query in q and out
     num_queries: Any
     position: Any  # of its first query
+    context_len: Any  # keys of its sequence before this step
     key_start: Any  # keys [key_start, key_end) are seen by some query
     key_end: Any
     first_page: Any  # pages [first_page, last_page) hold them
@@ -126,6 +134,12 @@ class Refs:
     # With log-sum-exp only; heads are in lanes.
     lse_hbm: Any = None  # f32[num_tokens, 1, num_q_heads, padded to 128 * n]
     lse: Any = None  # f32[2, queries_per_block, 1, num_q_heads, padded]
+    # With page mask only.
+    page_mask: Any = None  # i32[max_num_seqs * num_mask_words + more], SMEM: bit b of word w stands for page 32 w + b
+    # With draft mask only.
+    sees_itself: Any = None  # i32[num_tokens + 1], SMEM: bit 0 of the mask, for sequences of one query
+    draft_hbm: Any = None  # i32[num_tokens, 1, words, padded to 128 * n]
+    draft: Any = None  # i32[3, queries_per_block, 1, words, padded], of the items in `q`
     # With update only.
     slot_mapping: Any = None  # i32[3 * U], SMEM
     num_slices: Any = None  # i32[1], SMEM
@@ -137,8 +151,11 @@ class Refs:
         """Name the kernel's arguments, which come as prefetched scalars, inputs, outputs, scratch."""
         has_update = config.has_update
         names = ["seq_lens", "query_start_loc", "num_seqs"]
+        names += ["page_mask"] if config.num_mask_words else []
+        names += ["sees_itself"] if config.has_draft_mask else []
         names += ["slot_mapping", "num_slices"] if has_update else []
         names += ["per_head"] if config.per_head else []
+        names += ["draft_hbm"] if config.has_draft_mask else []
         names += ["q_hbm", "block_tables_hbm"]
         # With update, kv_pages is an aliased output: named twice, the output is kept.
         names += ["new_groups_hbm"] if has_update else []
@@ -150,6 +167,7 @@ class Refs:
         if not config.decode_only:
             names += ["q_rows", "k_rows"] + ([] if config.is_packed else ["v_rows"]) + ["m", "l", "acc"]
         names += ["lse"] if config.has_lse else []
+        names += ["draft"] if config.has_draft_mask else []
         names += ["update_sems"] if has_update else []
         return cls(**dict(zip(names, refs, strict=True)))
 
@@ -177,6 +195,8 @@ def describe_item(config, refs, s, i):
     num_queries = jnp.minimum(config.queries_per_block, query_len - first)
     position = seq_len - query_len + first
     key_end = position + num_queries if config.causal else seq_len
+    if config.has_draft_mask:  # a single query may not see itself; the decode path has no other mask for it
+        key_end -= jnp.where(query_len == 1, 1 - refs.sees_itself[query_start], 0)
     if not config.causal:  # a window looks both ways, a chunk has an end
         if config.sliding_window is not None:
             key_end = jnp.minimum(key_end, position + num_queries - 1 + config.sliding_window)
@@ -192,7 +212,31 @@ def describe_item(config, refs, s, i):
     first_page = lax.div(key_start, config.page_size)
     last_page = pl.cdiv(key_end, config.page_size)
     num_blocks = jnp.maximum(pl.cdiv(last_page - first_page, config.pages_per_block), 1)
-    return Item(s, query_start + first, num_queries, position, key_start, key_end, first_page, last_page, num_blocks)
+    return Item(
+        s,
+        query_start + first,
+        num_queries,
+        position,
+        seq_len - query_len,
+        key_start,
+        key_end,
+        first_page,
+        last_page,
+        num_blocks,
+    )
+
+
+def takes_decode_path(config, item):
+    """Whether an item has a single query; with a draft mask, whether its sequence has."""
+    is_single = item.num_queries == 1
+    return is_single & (item.position == item.context_len) if config.has_draft_mask else is_single
+
+
+def page_mask_bits(config, refs, s, page):
+    """A word of the page mask of sequence `s` that begins at a page, whose bit is the lowest."""
+    index, shift = s * config.num_mask_words + lax.div(page, 32), lax.rem(page, 32)
+    upper = lax.shift_left(lax.shift_left(refs.page_mask[index + 1], 1), 31 - shift)
+    return lax.shift_right_logical(refs.page_mask[index], shift) | upper
 
 
 def block_start(config, item, b):
@@ -230,7 +274,7 @@ def _open_item(config, refs, s, i, slot, *_):
         table_copy(refs, s).wait()
         pl.when(s + 1 < num_seqs)(lambda: table_copy(refs, s + 1).start())
 
-    pl.when(is_live)(lambda: q_copy(refs, item, slot).start())
+    pl.when(is_live)(lambda: _start(q_copies(config, refs, item, slot)))
     first = lax.rem(s, 2) * _table_stride(refs) + item.first_page
     return s, i, slot, first, jnp.where(is_live, item.last_page - item.first_page, 0)
 
@@ -246,35 +290,55 @@ def _table_stride(refs):
     return refs.table.shape[0] // 2
 
 
-def q_copy(refs, item, slot):
-    """Copy of an item's queries into VMEM."""
-    rows = pl.ds(item.query_row, item.num_queries)
-    return pltpu.make_async_copy(refs.q_hbm.at[rows], refs.q.at[slot, pl.ds(0, item.num_queries)], refs.q_sems.at[slot])
+def q_copies(config, refs, item, slot):
+    """Copies of an item's queries, and of their draft masks, into VMEM."""
+    source, target, sem = pl.ds(item.query_row, item.num_queries), pl.ds(0, item.num_queries), refs.q_sems.at[slot]
+    copies = [pltpu.make_async_copy(refs.q_hbm.at[source], refs.q.at[slot, target], sem)]
+    if config.has_draft_mask:
+        copies.append(pltpu.make_async_copy(refs.draft_hbm.at[source], refs.draft.at[slot, target], sem))
+    return copies
 
 
-def page_copy(config, refs, buffer, fetch, j):
-    """Copy of the `j`-th page of a block."""
-    size = refs.kv_pages_hbm.shape[1]
-    return pltpu.make_async_copy(
-        refs.kv_pages_hbm.at[refs.table[fetch[0] + j]],
-        refs.kv.at[buffer, pl.ds(j * size, size)],
-        refs.kv_sems.at[buffer],
-    )
+def wait_q(config, refs, item, slot):
+    """Wait for an item's queries."""
+    _wait(q_copies(config, refs, item, slot))
+
+
+def start_page(config, refs, buffer, fetch, j):
+    """Start to fetch the `j`-th page of a block, unless the page mask hides it: then its id is negative."""
+    size, index = refs.kv_pages_hbm.shape[1], fetch[0] + j
+
+    def start():
+        source, target = refs.kv_pages_hbm.at[refs.table[index]], refs.kv.at[buffer, pl.ds(j * size, size)]
+        pltpu.make_async_copy(source, target, refs.kv_sems.at[buffer]).start()
+
+    if config.num_mask_words:
+        pl.when(refs.table[index] >= 0)(start)
+    else:
+        start()
 
 
 def start_pages(config, refs, buffer, fetch):
     """Start to fetch a block's pages into a buffer."""
-    lax.fori_loop(0, fetch[1], lambda j, _: page_copy(config, refs, buffer, fetch, j).start(), None)
+    lax.fori_loop(0, fetch[1], lambda j, _: start_page(config, refs, buffer, fetch, j), None)
 
 
 def wait_pages(config, refs, item, b, buffer):
     """Wait for all pages of a block at once: the semaphore counts bytes."""
-    num_pages = jnp.minimum(config.pages_per_block, item.last_page - item.first_page - b * config.pages_per_block)
+    first = item.first_page + b * config.pages_per_block
+    num_pages = jnp.minimum(config.pages_per_block, item.last_page - first)
 
-    @pl.when(num_pages > 0)
-    def _():
+    def wait(num_pages):
         target = refs.kv.at[buffer, pl.ds(0, num_pages * refs.kv_pages_hbm.shape[1])]
         pltpu.make_async_copy(target, target, refs.kv_sems.at[buffer]).wait()
+
+    if config.num_mask_words:
+
+        def is_fetched(j):
+            return page_mask_bits(config, refs, item.sequence, first + j) & 1
+
+        num_pages = lax.fori_loop(0, num_pages, lambda j, n: n + is_fetched(j), jnp.int32(0))
+    pl.when(num_pages > 0)(lambda: wait(num_pages))
 
 
 def clean_block(config, kv_ref, low, high):

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from flax_paged.ops.page_layout import NUM_LANES
-from flax_paged.ops.ragged_paged_attention.tpu_pipeline import LOG2_E, Item
+from flax_paged.ops.ragged_paged_attention.tpu_pipeline import LOG2_E, Item, page_mask_bits
 from flax_paged.ops.ragged_paged_attention.tpu_rows import key_order, rows_per_word
 
 MASK_VALUE = -0.7 * float(jnp.finfo(jnp.float32).max)
@@ -66,6 +66,18 @@ def _scale_and_cap(config, refs, products, head=None):
     return jnp.tanh(scores) * jnp.float32(config.soft_cap * LOG2_E)
 
 
+def _page_bits(config, refs, keys, token, num_tokens):
+    """1 where the page mask shows the page of a token, else 0; tokens count from the first of `num_tokens` keys."""
+    first_page = lax.div(keys.start, config.page_size)
+    page = lax.div(keys.start + token, config.page_size) - first_page
+    most_pages = (num_tokens - 2) // config.page_size + 2
+    words = [page_mask_bits(config, refs, keys.item.sequence, first_page + i) for i in range(0, most_pages, 32)]
+    word = jnp.full(page.shape, words[0])
+    for i, bits in enumerate(words[1:], 1):
+        word = jnp.where(page >> 5 == i, bits, word)
+    return lax.shift_right_logical(word, page & 31) & 1
+
+
 # --- Decode: rows are query heads, columns are (token, kv head) ------------------------------------------------------
 
 
@@ -79,6 +91,12 @@ def decode_scores(config, refs, products, kv_dtype, keys):
         distance = jnp.abs(keys.item.position - keys.start - token).astype(jnp.float32)
         scores -= per_head(config, refs, "slopes", num_keys) * distance
     scores += _other_heads_bias(config, scores.shape, kv_dtype)
+    if config.num_mask_words:
+        column = lax.broadcasted_iota(jnp.int32, (1, num_keys), 1)
+        token, _ = key_order(config, column, num_keys, num_heads, kv_dtype)
+        page_bit = _page_bits(config, refs, keys, token, num_keys // num_heads)
+        # Twice hidden is -inf, which does no harm: m begins at MASK_VALUE.
+        scores += jnp.where(page_bit == 1, jnp.float32(0), jnp.float32(MASK_VALUE))
     if not keys.is_cut:
         return scores
     column = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
@@ -112,16 +130,33 @@ class PrefillMask:
     distance: Any  # f32[queries, keys], of query and key
 
 
-def prefill_mask(config, kv_dtype, keys):
-    """Return the mask of a block of keys."""
+def prefill_mask(config, refs, keys, q_slot):
+    """Return the mask of a block of keys for the queries in a slot of `refs.q`."""
     shape = (config.queries_per_block, config.tokens_per_block)
     if not (keys.is_cut or config.has("slopes")):
         return PrefillMask(None, None)
     row = lax.broadcasted_iota(jnp.int32, shape, 1)
-    key = keys.start + key_order(config, row, config.tokens_per_block, 1, kv_dtype)[0]
+    token = key_order(config, row, config.tokens_per_block, 1, refs.kv.dtype)[0]
+    key = keys.start + token
     query = keys.item.position + lax.broadcasted_iota(jnp.int32, shape, 0)
     distance = jnp.abs(query - key).astype(jnp.float32) if config.has("slopes") else None
-    return PrefillMask(_is_visible(config, keys, query, key) if keys.is_cut else None, distance)
+    if not keys.is_cut:
+        return PrefillMask(None, distance)
+    is_visible = _is_visible(config, keys, query, key)
+    if config.num_mask_words:
+        is_visible &= _page_bits(config, refs, keys, token, config.tokens_per_block) == 1
+    if config.has_draft_mask:
+        is_visible &= _sees_draft(config, refs.draft.at[q_slot], key - keys.item.context_len)
+    return PrefillMask(is_visible, distance)
+
+
+def _sees_draft(config, words_ref, index):
+    """Whether queries see keys by the draft mask; `index` i32[queries, keys] is the key's place in the step."""
+    words = words_ref[:, 0, :]  # [queries, words]
+    word = jnp.zeros_like(index)
+    for i in range(config.num_draft_words):
+        word = jnp.where(index >> 5 == i, words[:, i : i + 1], word)
+    return (index < 0) | (lax.shift_right_logical(word, index & 31) & 1 == 1)
 
 
 def is_edge_block(config, item, start):
@@ -138,6 +173,8 @@ def is_edge_block(config, item, start):
         is_edge |= start < last - lax.rem(last, size)
         if not config.causal:
             is_edge |= end > item.position - lax.rem(item.position, size) + size
+    if config.has_draft_mask:
+        is_edge |= end > item.context_len
     return is_edge
 
 
