@@ -49,8 +49,7 @@ class TrainingCheckpoints:
         """Write a checkpoint of this step; returns when it is on disk. An existing one is left as it is."""
         if step in {checkpoint.step for checkpoint in self._checkpointer.checkpoints}:
             return
-        arrays = {name: variable.get_value() for name, variable in _variables(model, optimizer).items()}
-        self._checkpointer.save(step, arrays, custom_metadata=self._settings, force=True)
+        self._checkpointer.save(step, _arrays(model, optimizer), custom_metadata=self._settings, force=True)
 
     def restore(self, step: int, model: nnx.Module, optimizer: nnx.Optimizer) -> None:
         """Bring a model and its optimizer to where they were at a step.
@@ -60,16 +59,15 @@ class TrainingCheckpoints:
         """
         metadata = self._checkpointer.metadata(step)
         self._check_settings(step, metadata.custom_metadata or {})
-        variables = _variables(model, optimizer)
-        _check_stored(self._folder / str(step), metadata.metadata, variables)
+        current = _arrays(model, optimizer)
+        _check_stored(self._folder / str(step), metadata.metadata, current)
         target = {
-            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-            for name, leaf in ((name, variable.get_value()) for name, variable in variables.items())
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for name, leaf in current.items()
         }
         arrays = self._checkpointer.load(step, target)
         for module, prefix, filters in _parts(model, optimizer):
             flat = nnx.to_flat_state(nnx.state(module, filters))
-            new = [(path, variable.replace(arrays[prefix + path_name(path)])) for path, variable in flat]
+            new = [(path, _with_array(variable, arrays[prefix + path_name(path)])) for path, variable in flat]
             nnx.update(module, nnx.from_flat_state(new))
 
     def close(self) -> None:
@@ -106,20 +104,34 @@ def _parts(model: nnx.Module, optimizer: nnx.Optimizer):
     return (model, "model.", nnx.Any(optimizer.wrt, carried)), (optimizer, "optimizer.", ...)
 
 
-def _variables(model: nnx.Module, optimizer: nnx.Optimizer) -> dict[str, nnx.Variable]:
-    return {
-        prefix + path_name(path): variable
+def _arrays(model: nnx.Module, optimizer: nnx.Optimizer) -> dict[str, jax.Array]:
+    """Return what a checkpoint holds by name, random keys as the numbers they consist of."""
+    values = {
+        prefix + path_name(path): variable.get_value()
         for module, prefix, filters in _parts(model, optimizer)
         for path, variable in nnx.to_flat_state(nnx.state(module, filters))
     }
+    return {name: jax.random.key_data(value) if _is_key(value) else value for name, value in values.items()}
 
 
-def _check_stored(where: Path, stored: Mapping[str, Any], variables: Mapping[str, nnx.Variable]) -> None:
-    missing, unexpected = sorted(set(variables) - set(stored)), sorted(set(stored) - set(variables))
+def _with_array(variable: nnx.Variable, array: jax.Array) -> nnx.Variable:
+    """Return a variable that holds what `_arrays` gave of it."""
+    value = variable.get_value()
+    return variable.replace(
+        jax.random.wrap_key_data(array, impl=jax.random.key_impl(value)) if _is_key(value) else array
+    )
+
+
+def _is_key(value: jax.Array) -> bool:
+    return jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def _check_stored(where: Path, stored: Mapping[str, Any], current: Mapping[str, jax.Array]) -> None:
+    missing, unexpected = sorted(set(current) - set(stored)), sorted(set(stored) - set(current))
     wrong = [
-        f"{name}: {tuple(stored[name].shape)}, expected {tuple(variable.shape)}"
-        for name, variable in variables.items()
-        if name in stored and tuple(stored[name].shape) != tuple(variable.shape)
+        f"{name}: {tuple(stored[name].shape)}, expected {tuple(array.shape)}"
+        for name, array in current.items()
+        if name in stored and tuple(stored[name].shape) != tuple(array.shape)
     ]
     for what, names in (("has no", missing), ("has an unknown", unexpected), ("has the wrong shape of", wrong)):
         if names:

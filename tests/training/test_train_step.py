@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "models" / "llama"))
 from llama_tools import flat_arrays, random_llama, tiny_config, tokens_of
 
 from flax_paged import Engine, SamplingParams
+from flax_paged.checkpoint.orbax import load_weights, save_weights
 from flax_paged.training import (
     Evaluator,
     Example,
@@ -28,6 +29,7 @@ from flax_paged.training import (
     pad_examples,
     token_logprobs,
 )
+from flax_paged.training.checkpoints import open_checkpoints
 
 
 class TinyModel(nnx.Module):
@@ -37,10 +39,11 @@ class TinyModel(nnx.Module):
         rngs = nnx.Rngs(seed, dropout=seed)
         self.embedding = nnx.Param(jax.random.normal(rngs.params(), (13, 8)).astype(dtype))
         self.head = nnx.Param(jax.random.normal(rngs.params(), (8, 13)).astype(dtype))
-        self.dropout = nnx.Dropout(dropout, rngs=rngs)
+        self.dropout = nnx.Dropout(dropout, rngs=rngs) if dropout else None
 
     def __call__(self, tokens, *, segment_ids=None, positions=None):
-        return self.dropout(self.embedding[...][tokens]) @ self.head[...]
+        hidden = self.embedding[...][tokens]
+        return (hidden if self.dropout is None else self.dropout(hidden)) @ self.head[...]
 
 
 def rows_of(*lengths, max_length=None, seed=0):
@@ -171,6 +174,25 @@ def test_random_state_goes_on_and_weights_that_are_not_trained_stay():
     assert int(model.dropout.rngs.count[...]) == 1 and int(optimizer.step[...]) == 1
     np.testing.assert_array_equal(flat_arrays(model)["embedding"], before["embedding"])
     assert float(step(rows_of(9, 9))["loss"]) != first and step.num_traces == 1
+
+
+def test_random_state_is_saved_and_not_needed_to_serve(tmp_path):
+    """As in orbax issue 2540: keys go into a checkpoint and come back, into abstract states too."""
+    batch, model = rows_of(9, 9), TinyModel(dropout=0.5)
+    step, optimizer = new_step(model, adamw(0.1))
+    step(batch)
+    with open_checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, model, optimizer)
+    save_weights(tmp_path / "served", model)
+    served = load_weights(tmp_path / "served", nnx.eval_shape(TinyModel))
+    assert_same_params(served, model, atol=0)
+    assert not jax.tree.leaves(nnx.state(served, nnx.RngState))
+    expected = [float(step(batch)["loss"]) for _ in range(3)]
+    other = TinyModel(dropout=0.5, seed=7)
+    other_step, other_optimizer = new_step(other, adamw(0.1))
+    with open_checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.restore(1, other, other_optimizer)
+    assert [float(other_step(batch)["loss"]) for _ in range(3)] == expected and len(set(expected)) == 3
 
 
 def test_batch_that_does_not_split():
