@@ -4,6 +4,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
@@ -173,26 +174,44 @@ class Toy(nnx.Module):
 def test_calibration_finds_the_largest_key_and_value_of_each_head():
     model = Toy()
     prompts = [[1, 2, 3, 4, 5], [6], [7, 1, 2]]
-    spec = CacheSpec(KV, D, num_pages=3, page_size=4, dtype="float8_e4m3fn")
-    calibrate_kv_scales(model, prompts, spec, margin=1.0)
+    spec = CacheSpec(KV, D, num_pages=3, page_size=4, dtype="int8", scales="per_head")
+    calibrate_kv_scales(model, prompts, spec)
     largest = float(jnp.abs(model.embedding[...][1:8]).max())
-    np.testing.assert_allclose(model.attention.k_scale[...], np.array([1, 3]) * largest / 448, rtol=1e-6)
-    np.testing.assert_allclose(model.attention.v_scale[...], np.array([2, 6]) * largest / 448, rtol=1e-6)
+    np.testing.assert_allclose(model.attention.k_scale[...], np.array([1, 3]) * largest / 127, rtol=1e-6)
+    np.testing.assert_allclose(model.attention.v_scale[...], np.array([2, 6]) * largest / 127, rtol=1e-6)
     assert model.attention.kv_cache[...].shape == spec.shape and not model.attention.kv_cache[...].any()
     assert isinstance(model.attention.k_scale, KVScale)
     scales = np.asarray(model.attention.k_scale[...])
-    init_cache(model, CacheSpec(KV, D, num_pages=9, page_size=4, dtype="float8_e4m3fn"))
+    init_cache(model, CacheSpec(KV, D, num_pages=9, page_size=4, dtype="int8", scales="per_head"))
     np.testing.assert_array_equal(model.attention.k_scale[...], scales)  # another pool, the same scales
     init_cache(model, CacheSpec(KV, D, num_pages=9, page_size=4, dtype="float32"))
     assert model.attention.k_scale is None
-    calibrate_kv_scales(model, prompts, spec)
-    np.testing.assert_allclose(model.attention.k_scale[...], 2 * scales, rtol=1e-6)  # room, which costs float8 little
+    calibrate_kv_scales(model, prompts, spec, margin=2.0)
+    np.testing.assert_allclose(model.attention.k_scale[...], 2 * scales, rtol=1e-6)
     with pytest.raises(ValueError, match="margin=0"):
         calibrate_kv_scales(model, prompts, spec, margin=0)
     with pytest.raises(ValueError, match="'per_head'"):
         calibrate_kv_scales(model, prompts, CacheSpec(KV, D, 3, 4, "int8"))
     with pytest.raises(ValueError, match="at least one"):
         calibrate_kv_scales(model, [[]], spec)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_calibration_takes_the_float8_scale_of_least_error(dtype):
+    model = Toy()
+    prompts = [[1, 2, 3, 4, 5], [6], [7, 1, 2]]
+    calibrate_kv_scales(model, prompts, CacheSpec(KV, D, num_pages=3, page_size=4, dtype=dtype))
+    embedding = np.asarray(model.embedding[...])[[i for prompt in prompts for i in prompt], 0]
+    for scales, factors in ((model.attention.k_scale, (1, 3)), (model.attention.v_scale, (2, 6))):
+        for scale, factor in zip(np.asarray(scales[...]), factors, strict=True):
+            x = factor * embedding
+
+            def error(scale, x=x):
+                return np.square((x / scale).astype(ml_dtypes.finfo(dtype).dtype).astype(np.float32) * scale - x).sum()
+
+            first = 2 * np.abs(x).max() / float(ml_dtypes.finfo(dtype).max)  # room for twice the largest
+            assert first * 0.999 < scale < 2 * first
+            assert error(scale) <= 1.001 * min(error(first * 2 ** (i / 16)) for i in range(16))
 
 
 @pytest.mark.parametrize(
