@@ -82,3 +82,27 @@ def test_a_shape_of_no_layout_is_refused(shape, head_dim, message):
 def test_pages_of_an_odd_number_of_tokens_cannot_be_packed():
     with pytest.raises(ValueError, match="page_size=5: expected a multiple of 2"):
         to_tpu_layout(jnp.zeros((4, 5, 6, 64)), 64)
+
+
+@pytest.mark.parametrize("head_dim", [24, 128])
+def test_eight_bits_have_a_layout_of_four_tokens(head_dim):
+    """Conversion there and back, and the portable implementations on it."""
+    batch = make_batch(head_dim)
+    pages = np.clip(np.nan_to_num(np.round(batch.kv_pages * 40), nan=127), -127, 127).astype(np.int8)
+    converted = to_tpu_layout(jnp.asarray(pages), head_dim)
+    rows = 3 if head_dim <= 64 else 6
+    assert converted.shape == (len(pages), 1, rows, 4, 128)
+    assert PageLayout.of(converted, head_dim).tokens_per_group == 4
+    np.testing.assert_array_equal(to_standard_layout(converted, head_dim), pages)
+    scales = {"k_scale": np.float32(0.03), "v_scale": np.array([0.01, 0.02, 0.03], np.float32)}
+    expected = ragged_paged_attention_oracle(batch.q, pages, *batch.args[2:], **scales)
+    for implementation in ("reference", "xla"):
+        out = ragged_paged_attention(batch.q, converted, *batch.args[2:], **scales, implementation=implementation)
+        assert_close(out, expected, np.float32)
+        before = jnp.full_like(converted, 99)
+        k, v = (jnp.asarray(np.round(x * 40)).astype(jnp.int8) for x in (batch.k, batch.v))
+        updated = kv_cache_update(before, k, v, *batch.update_args[3:], implementation=implementation)
+        standard = kv_cache_update(
+            jnp.full_like(jnp.asarray(pages), 99), k, v, *batch.update_args[3:], implementation="reference"
+        )  # fmt: skip
+        np.testing.assert_array_equal(to_standard_layout(updated, head_dim)[..., :head_dim], standard[..., :head_dim])

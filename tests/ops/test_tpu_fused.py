@@ -7,7 +7,10 @@ import pytest
 from oracle import BF16, assert_close, make_ragged_batch, ragged_paged_attention_oracle
 from tpu_interpret_tools import MODES, run
 
-from flax_paged.ops import kv_cache_update, paged_attention_with_update, ragged_paged_attention
+from flax_paged.attention import PagedAttention
+from flax_paged.cache import CacheSpec
+from flax_paged.metadata import SequenceSlice, build_metadata
+from flax_paged.ops import kv_cache_update, paged_attention_with_update, ragged_paged_attention, to_standard_layout
 from flax_paged.ops.ragged_paged_attention.tpu import ragged_paged_attention_tpu
 
 LENGTHS = ((1, 20), (5, 9), (60, 90), (1, 3))
@@ -116,3 +119,36 @@ def test_a_pool_of_more_than_2_31_elements_traces():
     )
     assert out.shape == (8, 32, 128)
     assert updated.shape == pages.shape
+
+
+@pytest.mark.parametrize("head_dim, dtype", [(64, jnp.int8), (128, jnp.float8_e4m3fn)])
+def test_the_layer_writes_and_reads_a_quantized_cache_by_the_kernel(head_dim, dtype):
+    """A prefill, and a decode that writes into a group of tokens that others share; ALiBi and sinks besides."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((16, heads, head_dim)).astype(np.float32) for heads in (6, 2, 2))
+    layers = {}
+    for implementation, layout in (("xla", "standard"), ("pallas_tpu_interpret", "tpu")):
+        spec = CacheSpec(2, head_dim, 8, 8, dtype, scales="per_head", layout=layout)
+        layer = layers[implementation] = PagedAttention(
+            6, 2, head_dim, cache=spec, alibi_slopes=np.linspace(0.1, 0.6, 6), sinks=True, implementation=implementation
+        )
+        layer.k_scale[...], layer.v_scale[...] = jnp.array([0.03, 0.02]), jnp.array([0.02, 0.03])
+    for slices in ([SequenceSlice([6, 1], 0, 9), SequenceSlice([3], 0, 2)], [SequenceSlice([6, 1], 9, 1)]):
+        metadata = build_metadata(
+            slices, page_size=8, num_pages=8, max_num_tokens=16, max_num_seqs=3, max_pages_per_seq=3
+        )  # fmt: skip
+        expected, out = (layer(q, k, v, metadata) for layer in layers.values())
+        np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4)
+    xla, kernel = (to_standard_layout(layer.kv_cache[...], head_dim) for layer in layers.values())
+    np.testing.assert_array_equal(np.asarray(kernel).view(np.int8)[..., :head_dim], np.asarray(xla).view(np.int8))
+
+
+def test_new_scales_do_not_compile_anew():
+    batch = make_batch()
+    pages = jnp.ones((len(batch.kv_pages), 2, 2, 4, 128), jnp.int8)
+    run = jax.jit(lambda k, v: ragged_paged_attention(
+        batch.q, pages, *batch.args[2:], k_scale=k, v_scale=v, implementation="pallas_tpu_interpret"
+    ))  # fmt: skip
+    first, second = run(0.1, 0.2), run(0.1, 0.4)
+    assert run._cache_size() == 1
+    np.testing.assert_allclose(2 * np.asarray(first), second, rtol=1e-5)
