@@ -249,15 +249,20 @@ def compare_with_engine(args: argparse.Namespace) -> dict:
 
     args.num_calls = args.num_clients
     prompts = make_prompts(args)
+    tokenizer = load_tokenizer(args.compare_engine)
+    num_tokens = [len(tokenizer.encode(prompt)) for prompt in prompts]
     engine = Engine(
         load_model(args.compare_engine),
-        load_tokenizer(args.compare_engine),
+        tokenizer,
         max_num_seqs=args.num_clients,
-        max_model_len=1024,
+        max_num_batched_tokens=max(min(sum(num_tokens), 512), args.num_clients),
+        max_model_len=max(num_tokens) + args.max_tokens,  # no more than is needed, for few shapes
+        max_logprobs=0,
         enable_prefix_caching=False,  # or whoever comes second would find the prompts computed
     )
     params = SamplingParams(temperature=0, max_tokens=args.max_tokens, ignore_eos=True)
-    engine.generate(prompts, params)  # compiles
+    engine.warmup()  # calls that do not arrive together make steps of other shapes than the engine alone
+    engine.generate(prompts, params)
     rates: dict[str, list[float]] = {"engine": [], "http": []}
     for _ in range(args.repeats):
         start = time.monotonic()

@@ -8,6 +8,7 @@ import time
 import httpx
 import pytest
 
+from flax_paged.generation.grammar import Grammar
 from flax_paged.serving import ServerOptions, Service, create_app
 
 BODY = {"prompt": "Hello", "max_tokens": 200, "ignore_eos": True}
@@ -186,6 +187,24 @@ def test_a_fault_of_ours_is_logged_and_not_shown(engine, caplog, monkeypatch):
     failed, fine = run(engine, scenario)
     assert failed.status_code == 500 and "secret" not in failed.text and fine.status_code == 200
     assert "secret of" in caplog.text
+
+
+def test_a_schema_that_gives_up_ends_its_call(engine, monkeypatch):
+    advance = Grammar.advance
+
+    def give_up(grammar, token_id):
+        advance(grammar, token_id)
+        grammar.error = "too complex"
+
+    async def scenario(client, service):
+        with monkeypatch.context() as patch:
+            patch.setattr(Grammar, "advance", give_up)
+            body = {**QUICK, "max_tokens": 9, "response_format": {"type": "json_object"}}
+            return await ask(client, body), await ask(client, {**body, "stream": True}), await ask(client)
+
+    whole, streamed, plain = run(engine, scenario)
+    assert whole.status_code == 400 and "too complex" in error_of(whole)["message"]
+    assert "too complex" in streamed.text and plain.status_code == 200
 
 
 @pytest.mark.parametrize(
