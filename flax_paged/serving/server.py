@@ -114,6 +114,9 @@ class _Server(uvicorn.Server):
             access_log=False,
             server_header=False,
             limit_concurrency=_MAX_CONNECTIONS,
+            # Longer than clients keep idle connections (httpx, and so OpenAI's: 5 s, as uvicorn's default), or a call
+            # may be sent on one that is just being closed.
+            timeout_keep_alive=service.options.body_timeout,
             timeout_graceful_shutdown=grace + _SECONDS_TO_END,
         )
         super().__init__(config)
