@@ -12,9 +12,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_paged.cache import CacheSpec, KVCache, KVScale
 from flax_paged.metadata import PagedMetadata
-from flax_paged.ops import cascade_attention, kv_cache_update, paged_attention_with_update, ragged_paged_attention
+from flax_paged.ops import (
+    cascade_attention,
+    kv_cache_update,
+    kv_scales_update,
+    paged_attention_with_update,
+    ragged_paged_attention,
+)
 from flax_paged.ops.dense_attention import dense_attention
 from flax_paged.ops.quantization import quantize_per_head
+from flax_paged.ops.scales_layout import are_lines
 from flax_paged.sharding import mesh_axis
 
 # Before JAX 0.12, XLA:CPU widens the whole cache to float32 and back to scatter a few 16-bit rows into it.
@@ -166,7 +173,9 @@ class PagedAttention(nnx.Module):
 
         self.kv_cache = KVCache(zeros(spec.shape, spec.dtype, 2))
         if spec.scales == "per_token_head":
-            self.kv_scales = KVCache(zeros(spec.scales_shape, jnp.float32, 2))
+            shape = spec.scales_shape_for(1 if axis is None else self.mesh.shape[axis])
+            # Each device's lines hold its own heads, in their own order.
+            self.kv_scales = KVCache(zeros(shape, jnp.float32, _scales_axis(shape)))
         if spec.scales != "per_head":
             self.k_scale = self.v_scale = nnx.data(None)
         elif self.k_scale is None:
@@ -247,12 +256,13 @@ class PagedAttention(nnx.Module):
         )
         if self.mesh is not None:
             axis = mesh_axis("kv_heads", self.mesh)
-            heads, cache, scales = (PartitionSpec(*[None] * n, axis) for n in (1, 2, 0))
+            lines = 2 if kv_scales is None else _scales_axis(kv_scales.shape)
+            heads, cache, token_scales, scales = (PartitionSpec(*[None] * n, axis) for n in (1, 2, lines, 0))
             run = jax.shard_map(
                 run,
                 mesh=self.mesh,
-                in_specs=(heads, heads, cache, cache, scales, PartitionSpec()),
-                out_specs=(heads, cache, cache),
+                in_specs=(heads, heads, cache, token_scales, scales, PartitionSpec()),
+                out_specs=(heads, cache, token_scales),
                 check_vma=False,
             )
         out, kv_pages, kv_scales = run(q, new, owner.kv_cache[...], kv_scales, per_head, metadata)
@@ -386,9 +396,14 @@ def _update_and_attend(q, new, kv_pages, kv_scales, per_head, metadata: PagedMet
     # A prefix has no single distance to the queries of several sequences; layers that need one read it for each.
     is_cascade = metadata.num_shared_pages is not None and options["causal"]
     is_cascade &= all(options.get(name) is None for name in ("sliding_window", "attention_chunk_size", "alibi_slopes"))
-    if new is not None and kv_scales is None and slices_in_flight is None and not is_cascade:
+    if new is not None and kv_scales is not None:
+        (k, k_scale), (v, v_scale) = (quantize_per_head(x, kv_pages.dtype) for x in new)
+        kv_scales = kv_scales_update(kv_scales, k_scale, v_scale, *update, implementation=options["implementation"])
+        new = k, v
+    options |= {"kv_scales": kv_scales}
+    if new is not None and slices_in_flight is None and not is_cascade:
         out, kv_pages = paged_attention_with_update(q, *new, kv_pages, *update, *batch, **options)
-        return out, kv_pages, None
+        return out, kv_pages, kv_scales
     if new is not None:
         # Asking for a number of slices in flight asks for the update kernel that has them.
         write = functools.partial(
@@ -396,20 +411,19 @@ def _update_and_attend(q, new, kv_pages, kv_scales, per_head, metadata: PagedMet
             num_slices_per_kv_cache_update_block=slices_in_flight,
             implementation=options["implementation"],
         )
-        k, v = new
-        if kv_scales is not None:
-            (k, k_scale), (v, v_scale) = (quantize_per_head(x, kv_pages.dtype) for x in new)
-            kv_scales = write(kv_scales, k_scale, v_scale, *update)
-            kv_pages = write(kv_pages, k, v, *update)
-        else:
-            scales = {name: options[name] for name in ("k_scale", "v_scale") if name in options}
-            kv_pages = write(kv_pages, k, v, *update, **scales)
+        scales = {name: options[name] for name in ("k_scale", "v_scale") if name in options}
+        kv_pages = write(kv_pages, *new, *update, **scales)
     if is_cascade:
         del options["causal"]  # the cascade says itself which part is
-        out = cascade_attention(q, kv_pages, *batch, metadata.num_shared_pages, kv_scales=kv_scales, **options)
+        out = cascade_attention(q, kv_pages, *batch, metadata.num_shared_pages, **options)
     else:
-        out = ragged_paged_attention(q, kv_pages, *batch, kv_scales=kv_scales, **options)
+        out = ragged_paged_attention(q, kv_pages, *batch, **options)
     return out, kv_pages, kv_scales
+
+
+def _scales_axis(shape: tuple[int, ...]) -> int:
+    """Dimension of the scales of tokens and heads that is split over devices with the heads."""
+    return 1 if are_lines(shape) else 2
 
 
 def _split_heads(name: str, x: jax.Array, num_tokens: int, num_heads: int, head_dim: int) -> jax.Array:

@@ -10,6 +10,7 @@ from flax.nnx import reprlib
 
 from flax_paged.ops.page_layout import MAX_PACKED_HEAD_DIM, NUM_LANES, tokens_per_group
 from flax_paged.ops.quantization import is_quantized
+from flax_paged.ops.scales_layout import fit_lines, lines_shape
 
 # Half of a TPU core's 1 MiB of SMEM may hold a step's block tables (the rule of the vLLM Pallas backend).
 _BLOCK_TABLE_BYTES = 1024 * 1024 // 2
@@ -37,7 +38,8 @@ class CacheSpec:
         layout: "standard" or "tpu". None means "tpu" on TPU wherever its kernels read it.
         scales: Of a quantised cache. "per_token_head" computes a scale for each token and head as it is written and
             keeps it beside the pages; "per_head" has one for each KV head, constant while serving, 1 until
-            `calibrate_kv_scales` sets it. None means the first for int8 and the second for float8.
+            `calibrate_kv_scales` sets it. None means the first for int8 and the second for float8. The TPU kernel reads
+            the first in the TPU's layout with `page_size * num_kv_heads` a multiple of 128; `xla` reads it always.
 
     Raises:
         ValueError: A count is below 1, the dtype is not a supported cache dtype, the pool has more token slots than an
@@ -131,9 +133,19 @@ class CacheSpec:
 
     @property
     def scales_shape(self) -> tuple[int, ...] | None:
-        """Shape of the float32 scales kept beside the pages, `(num_pages, page_size, 2 * num_kv_heads, 1)`, or None."""
+        """Shape of the float32 scales kept beside the pages on one device, or None; see `scales_shape_for`."""
+        return self.scales_shape_for(1)
+
+    def scales_shape_for(self, num_shards: int) -> tuple[int, ...] | None:
+        """Shape of the scales where the KV heads are split over so many devices.
+
+        `(num_pages, page_size, 2 * num_kv_heads, 1)`; beside pages in the TPU's layout, lines of 128 scales where each
+        device's fill them (`flax_paged.ops.scales_layout`).
+        """
         if self.scales != "per_token_head":
             return None
+        if self.layout == "tpu" and fit_lines(self.page_size, self.num_kv_heads // num_shards):
+            return lines_shape(self.num_pages, self.page_size, self.num_kv_heads)
         return (self.num_pages, self.page_size, 2 * self.num_kv_heads, 1)
 
     @property

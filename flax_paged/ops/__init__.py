@@ -1,7 +1,7 @@
 """Pure functions on arrays: attention over a paged cache, cache writes, dense attention for training."""
 
 from flax_paged.ops.dense_attention import dense_attention
-from flax_paged.ops.kv_cache_update import kv_cache_update
+from flax_paged.ops.kv_cache_update import kv_cache_update, kv_scales_update
 from flax_paged.ops.merge_attention import cascade_attention, merge_attention
 from flax_paged.ops.metadata_checks import check_metadata_values
 from flax_paged.ops.page_layout import to_standard_layout, to_tpu_layout
@@ -17,6 +17,7 @@ __all__ = [
     "defragment",
     "dense_attention",
     "kv_cache_update",
+    "kv_scales_update",
     "merge_attention",
     "paged_attention_with_update",
     "quantize",

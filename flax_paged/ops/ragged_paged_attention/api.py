@@ -10,11 +10,12 @@ from flax_paged.ops.page_layout import PageLayout
 from flax_paged.ops.quantization import QUANTIZED_DTYPES, is_quantized, quantize
 from flax_paged.ops.ragged_paged_attention import reference, xla
 from flax_paged.ops.ragged_paged_attention.rules import AttentionRules
+from flax_paged.ops.scales_layout import are_lines, fit_lines, lines_shape, to_standard_scales
 
 _KERNEL_OPTIONS = (
     "sm_scale", "sliding_window", "soft_cap", "max_query_len", "vmem_limit_bytes", "num_kv_pages_per_block",
     "num_queries_per_block", "sinks", "attention_chunk_size", "causal", "alibi_slopes", "return_lse", "k_scale",
-    "v_scale", "out_dtype", "out_scale", "page_mask", "draft_mask",
+    "v_scale", "out_dtype", "out_scale", "page_mask", "draft_mask", "kv_scales",
 )  # fmt: skip
 _MAX_DRAFT_WORDS = 32  # for the kernel, whose code grows with them
 
@@ -93,7 +94,8 @@ def ragged_paged_attention(
         k_scale: Factor on the stored keys, a number or [KV]; None is 1. A new value does not compile anew.
         v_scale: Likewise for the values.
         kv_scales: [num_pages, page_size, 2 * KV, 1] or None. A factor for each stored token and head, laid out like the
-            standard kv_pages with a head_dim of 1; `kv_cache_update` writes them likewise.
+            standard kv_pages with a head_dim of 1; or in lines, as the kernel takes them (`ops.scales_layout`).
+            `kv_scales_update` writes both.
         out_dtype: Dtype of the result; None for that of q. int8 and float8 round and saturate.
         out_scale: The result is divided by it before it is rounded to an int8 or float8 out_dtype; a number or [H].
         return_lse: Return the logarithm of each softmax's denominator too, for `merge_attention`.
@@ -151,6 +153,8 @@ def ragged_paged_attention(
     chosen = dispatch.choose_implementation(implementation, kernel_can=kv_pages.shape[-1] % 128 == 0 and not lacking)
     if chosen in ("reference", "xla"):
         if chosen == "reference":
+            if kv_scales is not None and are_lines(kv_scales.shape):
+                options["kv_scales"] = to_standard_scales(options["kv_scales"], num_kv_heads)
             out, lse = reference.ragged_paged_attention(*arguments, rules=rules, finish=finish, **options)
         else:
             options["max_query_len"] = max_query_len
@@ -174,6 +178,7 @@ def ragged_paged_attention(
         v_scale=options["v_scale"],
         page_mask=options["page_mask"],
         draft_mask=options["draft_mask"],
+        kv_scales=options["kv_scales"],
         out_dtype=out_dtype,
         out_scale=out_scale,
         return_lse=return_lse,
@@ -200,6 +205,11 @@ def missing_in_kernel(q: jax.Array, kv_pages: jax.Array, **options: Any) -> str:
     for name, array in (("q", q), ("kv_pages", kv_pages)):
         if array.dtype not in (jnp.float32, jnp.bfloat16, *(QUANTIZED_DTYPES if name == "kv_pages" else ())):
             asked.append(f"{array.dtype.name} {name}")
+    if "kv_scales" in options and not (are_lines(options["kv_scales"].shape) and is_quantized(kv_pages.dtype)):
+        asked.append(
+            "kv_scales but of an int8 or float8 cache and in lines of 128 (CacheSpec makes them in the TPU's layout,"
+            " where page_size * num_kv_heads is a multiple of 128)"
+        )
     if is_quantized(kv_pages.dtype) and kv_pages.ndim == 4:
         asked.append(f"{kv_pages.dtype.name} kv_pages in the standard layout (CacheSpec(layout='tpu') makes the other)")
     return ", ".join(asked)
@@ -258,7 +268,10 @@ def _check_masks(q, kv_pages, block_tables, page_mask, draft_mask, kv_scales, ca
             )
     if kv_scales is not None:
         layout = PageLayout.of(kv_pages, q.shape[2])
-        dispatch.check_shape("kv_scales", kv_scales, (layout.num_pages, layout.page_size, 2 * layout.num_kv_heads, 1))
+        expected = (layout.num_pages, layout.page_size, 2 * layout.num_kv_heads, 1)
+        if are_lines(kv_scales.shape) and fit_lines(layout.page_size, layout.num_kv_heads):
+            expected = lines_shape(layout.num_pages, layout.page_size, layout.num_kv_heads)
+        dispatch.check_shape("kv_scales", kv_scales, expected)
 
 
 def _out_dtype(q, out_dtype, out_scale):

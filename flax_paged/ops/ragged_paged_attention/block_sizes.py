@@ -80,6 +80,7 @@ class Problem:
     decode_only: bool
     max_query_len: int | None = None
     is_packed: bool = False
+    has_kv_scales: bool = False
 
     @property
     def num_q_rows(self) -> int:
@@ -106,6 +107,11 @@ def padded_rows(n: int) -> int:
     return -(-n // 8) * 8 if n >= 8 else max(1 << (n - 1).bit_length(), 2)
 
 
+def whole_rows(n: int) -> int:
+    """Rows of `n` heads that fill vector registers."""
+    return -(-n // 8) * 8
+
+
 def vmem_bytes(problem: Problem, pages_per_block: int, queries_per_block: int) -> int:
     """Bytes of VMEM that the kernel's buffers take (`Refs` in tpu_pipeline.py), without the compiler's own."""
     p = problem
@@ -114,6 +120,8 @@ def vmem_bytes(problem: Problem, pages_per_block: int, queries_per_block: int) -
     total = 2 * tokens * p.token_nbytes
     total += 5 * queries_per_block * p.num_q_rows * p.head_dim * p.q_bytes
     total += tokens * p.num_kv_heads * (p.num_q_rows * 4 + p.head_dim * p.kv_bytes)
+    if p.has_kv_scales:  # two buffers of K's and V's, V's of a block, both by head
+        total += tokens * (p.num_kv_heads * 5 + (0 if p.decode_only else 2 * whole_rows(p.num_kv_heads))) * 4
     if not p.decode_only:
         rows = p.num_q_heads * queries_per_block
         total += rows * (p.head_dim * compute_bytes + (2 * _NUM_LANES + p.head_dim) * 4)

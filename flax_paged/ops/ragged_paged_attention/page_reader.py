@@ -6,7 +6,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from flax_paged.ops.page_layout import V_LANE, PageLayout
+from flax_paged.ops.page_layout import NUM_LANES, V_LANE, PageLayout
+from flax_paged.ops.scales_layout import are_lines, rows_of
 
 
 class KeyBlock(NamedTuple):
@@ -42,7 +43,7 @@ class PageReader:
         head_dim: D.
         compute_dtype: Dtype in which keys and values are multiplied.
         page_numbers: i32[S, P] or None.
-        kv_scales: [num_pages, page_size, 2 * KV, 1], one for each token and head, or None.
+        kv_scales: One for each token and head, in any layout of `ops.scales_layout`, or None.
         k_scale: f32[KV], one for each head, or None.
         v_scale: Likewise.
     """
@@ -120,9 +121,12 @@ class PageReader:
         scales = [None if scale is None else scale[None, :, None, None] for scale in (self.k_scale, self.v_scale)]
         if self.kv_scales is None:
             return scales
-        rows = (tokens * self.num_kv_heads + heads) * 2
+        rows, step = (tokens * self.num_kv_heads + heads) * 2, 1
+        if are_lines(self.kv_scales.shape):  # 128 of keys, 128 of values, and so on
+            place, step = rows_of(tokens, heads, self.num_kv_heads), NUM_LANES
+            rows = place + place // NUM_LANES * NUM_LANES
         pool = self.kv_scales.reshape(self.layout.num_pages, -1)
-        of_tokens = (pool.at[pages, rows + i].get(mode="promise_in_bounds")[:, :, None] for i in (0, 1))
+        of_tokens = (pool.at[pages, rows + i * step].get(mode="promise_in_bounds")[:, :, None] for i in (0, 1))
         return [x.astype(jnp.float32) * (1.0 if s is None else s) for x, s in zip(of_tokens, scales, strict=True)]
 
 

@@ -18,9 +18,12 @@ from flax_paged.ops.ragged_paged_attention.block_sizes import (
     choose_block_sizes,
     padded_rows,
     smem_bytes,
+    whole_rows,
 )
 from flax_paged.ops.ragged_paged_attention.tpu_kernel import ragged_paged_attention_kernel
 from flax_paged.ops.ragged_paged_attention.tpu_pipeline import LOG2_E, KernelConfig
+from flax_paged.ops.ragged_paged_attention.tpu_scales import num_lines
+from flax_paged.ops.scales_layout import fit_lines, lines_shape
 from flax_paged.ops.tpu_platform import interpret_params, tpu_generation
 
 _FLOAT_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
@@ -45,6 +48,7 @@ def ragged_paged_attention_tpu(
     v_scale: Any = None,
     page_mask: jax.Array | None = None,
     draft_mask: jax.Array | None = None,
+    kv_scales: jax.Array | None = None,
     out_dtype: Any = None,
     out_scale: Any = None,
     return_lse: bool = False,
@@ -75,6 +79,8 @@ def ragged_paged_attention_tpu(
         v_scale: Likewise.
         page_mask: bool[max_num_seqs, pages_per_seq], pages that are seen; the others are not fetched. None for all.
         draft_mask: i32[num_tokens, num_words], as in `ragged_paged_attention`; at most 32 words. None for none.
+        kv_scales: f32[num_pages, lines_per_page, 2, 128], as `ops.scales_layout` describes, of an int8 or float8 cache;
+            None for none.
         out_dtype: Result dtype; None means q's. What is not float32 or bfloat16 leaves the kernel as float32.
         out_scale: Of an int8 or float8 result: a number or [num_q_heads], or None.
         return_lse: Return the logarithm of each softmax's denominator too.
@@ -99,6 +105,7 @@ def ragged_paged_attention_tpu(
     result_dtype = jnp.dtype(out_dtype or q.dtype)
     out_dtype = result_dtype if result_dtype in _FLOAT_DTYPES else jnp.dtype(jnp.float32)
     _check(q, kv_pages)
+    _check_kv_scales(kv_scales, kv_pages, layout)
     problem = Problem(
         num_q_heads=num_q_heads,
         num_kv_heads=layout.num_kv_heads,
@@ -111,6 +118,7 @@ def ragged_paged_attention_tpu(
         decode_only=max_query_len == 1,
         max_query_len=max_query_len,
         is_packed=layout.is_packed,
+        has_kv_scales=kv_scales is not None,
     )
     page_mask_words, num_mask_words = _page_mask_words(page_mask)
     _check_smem(problem, seq_lens.shape[0], num_mask_words)
@@ -151,6 +159,7 @@ def ragged_paged_attention_tpu(
         has_lse=return_lse,
         num_mask_words=num_mask_words,
         num_draft_words=0 if draft_mask is None else draft_mask.shape[1],
+        has_kv_scales=kv_scales is not None,
     )
     if "k_scale" in per_head:
         per_head["k_scale"] *= config.score_factor
@@ -174,6 +183,7 @@ def ragged_paged_attention_tpu(
         per_head=_per_head_rows(per_head.values()) if per_head else None,
         page_mask=page_mask_words,
         draft_mask=draft_mask,
+        kv_scales=kv_scales,
         update=None if update is None else prepare_update(groups, layout, *update),
     )
     first = V_LANE if layout.is_packed else 0
@@ -217,6 +227,19 @@ def _check(q, kv_pages):
         )
 
 
+def _check_kv_scales(kv_scales, kv_pages, layout):
+    if kv_scales is None:
+        return
+    expected = lines_shape(layout.num_pages, layout.page_size, layout.num_kv_heads)
+    fits = is_quantized(kv_pages.dtype) and fit_lines(layout.page_size, layout.num_kv_heads)
+    if not fits or kv_scales.shape != expected or kv_scales.dtype != jnp.float32:
+        raise ValueError(
+            f"kv_scales is {kv_scales.dtype}{list(kv_scales.shape)}; the TPU kernel takes float32 scales of an int8 or"
+            f" float8 cache in lines [num_pages, page_size * num_kv_heads / {NUM_LANES}, 2, {NUM_LANES}], with"
+            f" page_size * num_kv_heads a multiple of {NUM_LANES}, here {layout.page_size * layout.num_kv_heads}."
+        )
+
+
 def _page_mask_words(page_mask):
     """A page mask as the kernel reads it, i32[S * words and some more], and the words of a sequence."""
     if page_mask is None:
@@ -253,12 +276,15 @@ def _call(
     per_head,
     page_mask,
     draft_mask,
+    kv_scales,
     update,
 ):
     scalars, operands = [seq_lens, query_start_loc, num_seqs], [q, block_tables, kv_pages]
     out_shape, aliases = [jax.ShapeDtypeStruct(q.shape, out_dtype)], {}
     if page_mask is not None:
         scalars.append(page_mask)
+    if kv_scales is not None:
+        operands.insert(0, kv_scales)
     if draft_mask is not None:
         scalars.append(jnp.pad(draft_mask[:, 0] & 1, (0, 1)))
         draft_mask = jnp.pad(draft_mask, ((0, 0), (0, -draft_mask.shape[1] % NUM_LANES)))[:, None]
@@ -332,6 +358,13 @@ def _scratch_shapes(config, q, kv_pages, pages_per_seq, out_dtype, draft_mask):
         scratch.append(vmem((2, config.queries_per_block, 1, _lse_lanes(q)), jnp.float32))
     if config.has_draft_mask:
         scratch.append(vmem((3, config.queries_per_block, 1, draft_mask.shape[2]), jnp.int32))
+    if config.has_kv_scales:
+        scratch += [
+            vmem((2, num_lines(config, config.tokens_per_block), 2, NUM_LANES), jnp.float32),
+            vmem((1, block_rows), jnp.float32),
+        ]
+        if not config.decode_only:
+            scratch.append(vmem((2, whole_rows(config.num_kv_heads), config.tokens_per_block), jnp.float32))
     if config.has_update:
         scratch.append(dma((SLICES_IN_FLIGHT,)))
     return scratch

@@ -27,6 +27,7 @@ from flax_paged.ops.ragged_paged_attention.tpu_rows import (
     unpack_rows,
     write_words,
 )
+from flax_paged.ops.ragged_paged_attention.tpu_scales import decode_scales, load_head_scales, num_lines
 from flax_paged.ops.ragged_paged_attention.tpu_scores import (
     MASK_VALUE,
     Keys,
@@ -170,7 +171,8 @@ def _decode_whole_block(config, refs, q, buffer, fetch, keys, m, l, acc):  # noq
         for j in range(config.pages_per_block):
             pl.when(j < fetch[1])(lambda j=j: pipeline.start_page(config, refs, buffer, fetch, j))
 
-    return _fold_tokens(config, refs, refs.kv.at[buffer], q, keys, m, l, acc, refill=refill)
+    scales_ref = refs.scales.at[buffer] if config.has_kv_scales else None
+    return _fold_tokens(config, refs, refs.kv.at[buffer], q, keys, m, l, acc, scales_ref=scales_ref, refill=refill)
 
 
 def _decode_edge_block(config, refs, q, buffer, fetch, keys, m, l, acc):  # noqa: E741
@@ -180,9 +182,11 @@ def _decode_edge_block(config, refs, q, buffer, fetch, keys, m, l, acc):  # noqa
     low, high = keys.live_bounds()
 
     def chunk(c, state):
-        return _fold_tokens(
-            config, refs, refs.kv.at[buffer, pl.ds(c * groups, groups)], q, keys.after(c * size), *state
-        )  # fmt: skip
+        scales_ref = None
+        if config.has_kv_scales:
+            scales_ref = refs.scales.at[buffer, pl.ds(c * num_lines(config, size), num_lines(config, size))]
+        kv_ref = refs.kv.at[buffer, pl.ds(c * groups, groups)]
+        return _fold_tokens(config, refs, kv_ref, q, keys.after(c * size), *state, scales_ref=scales_ref)
 
     pipeline.clean_block(config, refs.kv.at[buffer], low, high)
     first = jnp.maximum(lax.div(low, size), 0)
@@ -192,7 +196,7 @@ def _decode_edge_block(config, refs, q, buffer, fetch, keys, m, l, acc):  # noqa
     return state
 
 
-def _fold_tokens(config, refs, kv_ref, q, keys, m, l, acc, refill=lambda: None):  # noqa: E741
+def _fold_tokens(config, refs, kv_ref, q, keys, m, l, acc, *, scales_ref=None, refill=lambda: None):  # noqa: E741
     """Fold tokens into the running softmax: all scores, their maximum, then weights and the product with V.
 
     V is stored between the two passes: reading it from the page buffer again would cost the second pass, which the
@@ -207,6 +211,7 @@ def _fold_tokens(config, refs, kv_ref, q, keys, m, l, acc, refill=lambda: None):
         m: f32[num_q_heads, 1].
         l: f32[num_q_heads, 128], of which the sum counts.
         acc: f32[num_q_heads, head_dim].
+        scales_ref: f32[lines, 2, 128], the tokens' scales, or None.
         refill: Called once the tokens have been read.
     """
     num_heads, size = config.num_kv_heads, config.tokens_per_group
@@ -220,7 +225,12 @@ def _fold_tokens(config, refs, kv_ref, q, keys, m, l, acc, refill=lambda: None):
         k, v = load_kv(config, kv_ref.at[pl.ds(start // size, tile // size)], None)
         refs.values[pl.ds(start * num_heads // packing, rows // packing), :] = pack_rows(v)
         products = _matmul(q, k.astype(config.compute_dtype), 1)
-        scores = decode_scores(config, refs, products, kv_ref.dtype, keys.after(start))
+        k_scale = None
+        if config.has_kv_scales:
+            lines = pl.ds(num_lines(config, start), num_lines(config, tile))
+            k_scale, v_scale = decode_scales(config, refs, scales_ref.at[lines], keys.after(start))
+            refs.value_scales[:, pl.ds(start * num_heads, rows)] = v_scale
+        scores = decode_scores(config, refs, products, kv_ref.dtype, keys.after(start), k_scale)
         refs.scores[:, pl.ds(start * num_heads, rows)] = scores
         tile_maximum = fold_lanes(jnp.maximum, scores)
         maximum = tile_maximum if maximum is None else jnp.maximum(maximum, tile_maximum)
@@ -233,6 +243,8 @@ def _fold_tokens(config, refs, kv_ref, q, keys, m, l, acc, refill=lambda: None):
         v = unpack_rows(refs.values[pl.ds(start * num_heads // packing, rows // packing), :], kv_ref.dtype)
         p = jnp.exp2(refs.scores[:, pl.ds(start * num_heads, rows)] - m_new)
         l += fold_lanes(jnp.add, p)  # noqa: E741
+        if config.has_kv_scales:
+            p *= refs.value_scales[:, pl.ds(start * num_heads, rows)]
         acc += _matmul(p.astype(config.compute_dtype), v.astype(config.compute_dtype), 0)
     return m_new, l, acc
 
@@ -263,6 +275,8 @@ def _prefill(config, refs, item, q_slot, out_slot, begin_block, cursor):
             refs.k_rows[head] = k.astype(config.compute_dtype)
             if not config.is_packed:
                 refs.v_rows[head] = v.astype(config.compute_dtype)
+        if config.has_kv_scales:
+            load_head_scales(config, refs, refs.scales.at[buffer], Keys(item, start, True))
         pipeline.start_pages(config, refs, buffer, fetch)
         if config.num_mask_words:
             _prefill_block(config, refs, Keys(item, start, True), q_slot)
@@ -308,7 +322,10 @@ def _prefill_block(config, refs, keys, q_slot):
         chunk_rows = pl.ds(pl.multiple_of(c * rows, rows), rows)
         products = _matmul(refs.q_rows[head, chunk_rows, :], refs.k_rows[head], 1)
         first_query_head = head * config.num_queries_per_kv + c * config.heads_per_chunk
-        scores = prefill_scores(config, refs, products, mask, first_query_head)
+        k_scale, v_scale = (
+            (refs.head_scales[which, pl.ds(head, 1), :] if config.has_kv_scales else None) for which in (0, 1)
+        )
+        scores = prefill_scores(config, refs, products, mask, first_query_head, k_scale)
         # m is the same in all 128 lanes and l is summed over them at the end, so that nothing moves between lanes but
         # the maximum of the scores.
         m = refs.m[head, chunk_rows, :]
@@ -317,6 +334,7 @@ def _prefill_block(config, refs, keys, q_slot):
         alpha = jnp.exp2(m - m_new)
         refs.m[head, chunk_rows, :] = m_new
         refs.l[head, chunk_rows, :] = refs.l[head, chunk_rows, :] * alpha + fold_lanes(jnp.add, p)
+        p = p if v_scale is None else p * v_scale
         v_rows = refs.k_rows if config.is_packed else refs.v_rows
         product = _matmul(p.astype(config.compute_dtype), v_rows[head], 0)
         alpha = repeat_lanes(alpha, product.shape[1])

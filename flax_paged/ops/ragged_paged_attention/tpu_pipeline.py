@@ -42,6 +42,7 @@ class KernelConfig:
     has_lse: bool = False
     num_mask_words: int = 0  # words of a sequence's page mask; 0 without one
     num_draft_words: int = 0  # words of a query's draft mask; 0 without one
+    has_kv_scales: bool = False  # a scale for each token and KV head
 
     def has(self, name: str) -> bool:
         """Whether an option with a number for each query head is in use."""
@@ -140,6 +141,11 @@ class Refs:
     sees_itself: Any = None  # i32[num_tokens + 1], SMEM: bit 0 of the mask, for sequences of one query
     draft_hbm: Any = None  # i32[num_tokens, 1, words, padded to 128 * n]
     draft: Any = None  # i32[3, queries_per_block, 1, words, padded], of the items in `q`
+    # With scales for each token and KV head only.
+    kv_scales_hbm: Any = None  # f32[num_pages, lines_per_page, 2, 128], see `ops.scales_layout`
+    scales: Any = None  # f32[2, lines_per_block, 2, 128]
+    value_scales: Any = None  # f32[1, tokens_per_block * num_kv_heads], those of the rows in `values`
+    head_scales: Any = None  # f32[2, num_kv_heads, padded, tokens_per_block], of K and V; prefill only
     # With update only.
     slot_mapping: Any = None  # i32[3 * U], SMEM
     num_slices: Any = None  # i32[1], SMEM
@@ -156,6 +162,7 @@ class Refs:
         names += ["slot_mapping", "num_slices"] if has_update else []
         names += ["per_head"] if config.per_head else []
         names += ["draft_hbm"] if config.has_draft_mask else []
+        names += ["kv_scales_hbm"] if config.has_kv_scales else []
         names += ["q_hbm", "block_tables_hbm"]
         # With update, kv_pages is an aliased output: named twice, the output is kept.
         names += ["new_groups_hbm"] if has_update else []
@@ -168,6 +175,8 @@ class Refs:
             names += ["q_rows", "k_rows"] + ([] if config.is_packed else ["v_rows"]) + ["m", "l", "acc"]
         names += ["lse"] if config.has_lse else []
         names += ["draft"] if config.has_draft_mask else []
+        if config.has_kv_scales:
+            names += ["scales", "value_scales"] + ([] if config.decode_only else ["head_scales"])
         names += ["update_sems"] if has_update else []
         return cls(**dict(zip(names, refs, strict=True)))
 
@@ -311,6 +320,10 @@ def start_page(config, refs, buffer, fetch, j):
     def start():
         source, target = refs.kv_pages_hbm.at[refs.table[index]], refs.kv.at[buffer, pl.ds(j * size, size)]
         pltpu.make_async_copy(source, target, refs.kv_sems.at[buffer]).start()
+        if config.has_kv_scales:
+            lines = refs.kv_scales_hbm.shape[1]
+            source, target = refs.kv_scales_hbm.at[refs.table[index]], refs.scales.at[buffer, pl.ds(j * lines, lines)]
+            pltpu.make_async_copy(source, target, refs.kv_sems.at[buffer]).start()
 
     if config.num_mask_words:
         pl.when(refs.table[index] >= 0)(start)
@@ -331,6 +344,9 @@ def wait_pages(config, refs, item, b, buffer):
     def wait(num_pages):
         target = refs.kv.at[buffer, pl.ds(0, num_pages * refs.kv_pages_hbm.shape[1])]
         pltpu.make_async_copy(target, target, refs.kv_sems.at[buffer]).wait()
+        if config.has_kv_scales:
+            target = refs.scales.at[buffer, pl.ds(0, num_pages * refs.kv_scales_hbm.shape[1])]
+            pltpu.make_async_copy(target, target, refs.kv_sems.at[buffer]).wait()
 
     if config.num_mask_words:
 

@@ -54,19 +54,24 @@ def per_head(config, refs, name, width, head=None):
     return repeat_lanes(x, width)
 
 
-def _scale_and_cap(config, refs, products, head=None):
-    """Scale and cap products [rows, keys], of all query heads or of those that share a KV head with `head`."""
+def _scale_and_cap(config, refs, products, head=None, token_scale=None):
+    """Scale and cap products [rows, keys], of all query heads or of those that share a KV head with `head`.
+
+    `token_scale` f32[1, keys] or None.
+    """
     scores = products
+    if token_scale is not None:
+        scores *= token_scale if config.has("k_scale") else token_scale * jnp.float32(config.score_factor)
     if config.has("k_scale"):
         scores *= per_head(config, refs, "k_scale", scores.shape[1], head)
-    elif config.score_factor != 1:
+    elif config.score_factor != 1 and token_scale is None:
         scores *= jnp.float32(config.score_factor)
     if not config.soft_cap:
         return scores
     return jnp.tanh(scores) * jnp.float32(config.soft_cap * LOG2_E)
 
 
-def _page_bits(config, refs, keys, token, num_tokens):
+def page_bits(config, refs, keys, token, num_tokens):
     """1 where the page mask shows the page of a token, else 0; tokens count from the first of `num_tokens` keys."""
     first_page = lax.div(keys.start, config.page_size)
     page = lax.div(keys.start + token, config.page_size) - first_page
@@ -81,9 +86,9 @@ def _page_bits(config, refs, keys, token, num_tokens):
 # --- Decode: rows are query heads, columns are (token, kv head) ------------------------------------------------------
 
 
-def decode_scores(config, refs, products, kv_dtype, keys):
+def decode_scores(config, refs, products, kv_dtype, keys, token_scale=None):
     """Turn products [query heads, (token, kv head)] into scores; those of other kv heads and hidden tokens are low."""
-    scores = _scale_and_cap(config, refs, products)
+    scores = _scale_and_cap(config, refs, products, token_scale=token_scale)
     num_keys, num_heads = scores.shape[1], config.num_kv_heads
     if config.has("slopes"):
         column = lax.broadcasted_iota(jnp.int32, (1, num_keys), 1)
@@ -94,7 +99,7 @@ def decode_scores(config, refs, products, kv_dtype, keys):
     if config.num_mask_words:
         column = lax.broadcasted_iota(jnp.int32, (1, num_keys), 1)
         token, _ = key_order(config, column, num_keys, num_heads, kv_dtype)
-        page_bit = _page_bits(config, refs, keys, token, num_keys // num_heads)
+        page_bit = page_bits(config, refs, keys, token, num_keys // num_heads)
         # Twice hidden is -inf, which does no harm: m begins at MASK_VALUE.
         scores += jnp.where(page_bit == 1, jnp.float32(0), jnp.float32(MASK_VALUE))
     if not keys.is_cut:
@@ -144,7 +149,7 @@ def prefill_mask(config, refs, keys, q_slot):
         return PrefillMask(None, distance)
     is_visible = _is_visible(config, keys, query, key)
     if config.num_mask_words:
-        is_visible &= _page_bits(config, refs, keys, token, config.tokens_per_block) == 1
+        is_visible &= page_bits(config, refs, keys, token, config.tokens_per_block) == 1
     if config.has_draft_mask:
         is_visible &= _sees_draft(config, refs.draft.at[q_slot], key - keys.item.context_len)
     return PrefillMask(is_visible, distance)
@@ -189,9 +194,9 @@ def _is_visible(config, keys, query, key):
     return mask
 
 
-def prefill_scores(config, refs, products, mask, head):
+def prefill_scores(config, refs, products, mask, head, token_scale=None):
     """Turn products [(query head, query), keys] of `config.heads_per_chunk` query heads from `head` on into scores."""
-    scores = _scale_and_cap(config, refs, products, head)
+    scores = _scale_and_cap(config, refs, products, head, token_scale)
 
     def for_heads(array):
         return jnp.concatenate([array] * config.heads_per_chunk, axis=0)
