@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from flax_paged.ops import ragged_paged_attention, to_tpu_layout
+from flax_paged.ops.scales_layout import to_scale_lines
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "features.md"
 BEGIN, END = "<!-- table: scripts/feature_table.py --write -->", "<!-- end of table -->"
 
-T, S, P, H, KV, D, NUM_PAGES, PAGE_SIZE = 8, 2, 2, 4, 2, 128, 4, 16
+T, S, P, H, KV, D, NUM_PAGES, PAGE_SIZE = 8, 2, 2, 16, 8, 128, 4, 16
 IMPLEMENTATIONS = {"reference": "reference", "xla": "xla", "Pallas TPU": "pallas_tpu_interpret"}
 
 
@@ -28,7 +29,7 @@ def _i32(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-# Name of the feature -> dtype of the pages, static options, traced options.
+# Name of the feature -> static options, traced options.
 FEATURES = {
     "causal, grouped queries": ({}, {}),
     "sliding window (`sliding_window`)": ({"sliding_window": 5}, {}),
@@ -59,6 +60,8 @@ def accepts(implementation: str, cache_dtype, static: dict, traced: dict) -> boo
         q, kv_pages, *rest = arguments
         if implementation.startswith("pallas"):  # what a TPU's cache has
             kv_pages = to_tpu_layout(kv_pages, D)
+            if "kv_scales" in traced:
+                traced = traced | {"kv_scales": to_scale_lines(traced["kv_scales"])}
         return ragged_paged_attention(q, kv_pages, *rest, **static, **traced, implementation=implementation)
 
     try:
@@ -73,7 +76,8 @@ def table() -> str:
     columns = list(IMPLEMENTATIONS)
     lines = ["| feature | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for name, (static, traced) in FEATURES.items():
-        cells = [_cell(accepts(IMPLEMENTATIONS[column], jnp.bfloat16, static, traced)) for column in columns]
+        dtype = jnp.int8 if "kv_scales" in traced else jnp.bfloat16
+        cells = [_cell(accepts(IMPLEMENTATIONS[column], dtype, static, traced)) for column in columns]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     lines += ["", "| cache dtype | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for dtype in CACHE_DTYPES:

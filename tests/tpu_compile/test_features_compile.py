@@ -8,7 +8,9 @@ import pytest
 from test_kernels_compile import attention_args, cache_sized_copies, i32, pages_of
 from tpu_compiler import compile_for
 
+from flax_paged.ops import kv_scales_update
 from flax_paged.ops.ragged_paged_attention.tpu import ragged_paged_attention_tpu
+from flax_paged.ops.scales_layout import lines_shape
 
 
 @pytest.mark.parametrize("path", ["decode", "mixed"])
@@ -86,3 +88,38 @@ def test_a_quantized_cache_is_updated_in_place(chip, cache, heads, head_dim):
     compiled = compile_for(chip, run, (pages, q, new, new, i32(3, 128), i32(1), *rest), donate_argnums=0)
     assert compiled.memory_analysis().alias_size_in_bytes >= math.prod(pages.shape)
     assert not cache_sized_copies(compiled, pages)
+
+
+@pytest.mark.parametrize(
+    "chip, cache, heads, head_dim, page_size, path",
+    [
+        ("v5e", "int8", (9, 3), 64, 128, "mixed"),
+        ("v6e", "int8", (32, 8), 128, 16, "mixed"),
+        ("tpu7x", "float8_e4m3fn", (32, 8), 128, 16, "decode"),
+    ],
+)
+def test_scales_for_each_token_with_all_others(chip, cache, heads, head_dim, page_size, path):
+    num_tokens = 64 if path == "decode" else 256
+    q, _, *rest = attention_args(heads, head_dim, page_size, "bfloat16", num_tokens=num_tokens)
+    pages = pages_of(heads[1], head_dim, page_size, cache)
+    num_pages = pages.shape[0]
+    scales = jax.ShapeDtypeStruct(lines_shape(num_pages, page_size, heads[1]), jnp.float32)
+    traced = features_of(heads, num_tokens, rest[1].shape[1], with_draft=False) | {"kv_scales": scales}
+    static = {"soft_cap": 30.0, "return_lse": True, "max_query_len": 1 if path == "decode" else None}
+
+    def run(traced, *args):
+        return ragged_paged_attention_tpu(*args, sm_scale=0.1, **traced, **static)
+
+    compiled = compile_for(chip, run, (traced, q, pages, *rest))
+    assert not cache_sized_copies(compiled, pages)
+    assert not cache_sized_copies(compiled, scales)
+
+
+@pytest.mark.parametrize("chip, num_kv_heads, page_size", [("v5e", 3, 128), ("tpu7x", 8, 16)])
+def test_scales_for_each_token_are_updated_in_place(chip, num_kv_heads, page_size):
+    scales = jax.ShapeDtypeStruct(lines_shape(4096, page_size, num_kv_heads), jnp.float32)
+    new = jax.ShapeDtypeStruct((64, num_kv_heads, 1), jnp.float32)
+    compiled = compile_for(chip, kv_scales_update, (scales, new, new, i32(3, 128), i32(1)), donate_argnums=0)
+    assert compiled.memory_analysis().alias_size_in_bytes >= 4 * math.prod(scales.shape)
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * math.prod(scales.shape) / 4
+    assert not cache_sized_copies(compiled, scales)
